@@ -1,0 +1,5 @@
+"""All metadata lives in pyproject.toml."""
+
+from setuptools import setup
+
+setup()

@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One Ray actor a stage: vLLM's Ray executor, also on a machine without a GPU."""
+
+import multiprocessing
+import multiprocessing.connection
+import os
+import threading
+from typing import Any
+
+from vllm.platforms import current_platform
+from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
+from vllm.v1.executor.ray_utils import ray
+
+from spexis_runtime import patches
+from spexis_runtime.no_gpu.environment import ALWAYS, NO_GPU_ENVIRONMENT
+from spexis_runtime.no_gpu.platform import STAGE_RESOURCE
+
+
+class NoGpuRayWorkerProc(RayWorkerProc):
+    """A stage without a device: its rank stands for the device number."""
+
+    def get_node_and_physical_gpu_ids(self) -> tuple[str, list[int]]:
+        node_id = ray.get_runtime_context().get_node_id()
+        return node_id, [self._init_kwargs["rank"]]
+
+
+def _end_with_parent() -> None:
+    """End this engine process, and with it its Ray cluster, when its parent dies."""
+    parent = multiprocessing.parent_process()
+    if parent is None:  # the engine runs in the user's own process
+        return
+
+    def wait() -> None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)  # Ray's processes end with the process that started them
+
+    threading.Thread(target=wait, daemon=True, name="end-with-parent").start()
+
+
+class SpexisRayExecutor(RayExecutorV2):
+    """vLLM's Ray executor; with no GPU it starts a private cluster with stage slots."""
+
+    def _init_executor(self) -> None:
+        _end_with_parent()
+        if current_platform.ray_device_key == STAGE_RESOURCE:
+            patches.ray_worker_class(NoGpuRayWorkerProc)
+            if not ray.is_initialized():
+                ray.init(
+                    address="local",
+                    num_cpus=self.parallel_config.world_size,
+                    num_gpus=0,
+                    resources={STAGE_RESOURCE: self.parallel_config.world_size},
+                    include_dashboard=False,
+                )
+        super()._init_executor()
+
+    def _build_runtime_env(self) -> dict[str, Any]:
+        runtime_env = super()._build_runtime_env()
+        variables = runtime_env["env_vars"]
+        variables.update({name: os.environ[name] for name in ALWAYS})
+        if current_platform.ray_device_key == STAGE_RESOURCE:
+            variables.update(NO_GPU_ENVIRONMENT)
+        return runtime_env

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The per-iteration log: one JSON object a line and a tick of the pipeline."""
+
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from spexis_kernels.constants import DRAFT, INVALID_TOKEN, NORMAL
+from spexis_kernels.pool import RequestPool, Rows
+
+PATTERN = "iterations-*.jsonl"
+
+
+class RowCounts(NamedTuple):
+    """What became of the decode rows of a step; counted on the last stage."""
+
+    normal_rows: int
+    draft_rows: int
+    valid_rows: int  # rows that yielded a token, last prefill rows included
+    drafts_after_valid: int  # draft rows all of whose predecessors were right
+    accepted_drafts: int  # of those, right themselves
+
+    @staticmethod
+    def count(pool: RequestPool, rows: Rows, accepted: torch.Tensor) -> torch.Tensor:
+        """[5] int64 in the order of the fields, from the rows' fate.
+
+        `pool` as `verify` left it, so that for an accepted row known_len is already
+        one more than it was.
+        """
+        drafts, valid = rows.kinds == DRAFT, accepted != INVALID_TOKEN
+        known_len = pool.known_len[rows.slots.clamp(min=0).long()] - valid.int()
+        counted = (
+            rows.kinds == NORMAL,
+            drafts,
+            valid,
+            drafts & (rows.positions == known_len - 1),
+            drafts & valid,
+        )
+        return torch.stack([mask.sum() for mask in counted])
+
+
+class IterationLog:
+    """Writes `<log_dir>/iterations-<time>-<pid>.jsonl`; each line is complete."""
+
+    def __init__(self, log_dir: str):
+        name = time.strftime("iterations-%Y%m%d-%H%M%S-") + f"{os.getpid()}.jsonl"
+        self._file = open(Path(log_dir) / name, "a", buffering=1)  # noqa: SIM115
+        self._last = time.perf_counter()
+
+    def write(self, **fields: Any) -> None:
+        now = time.perf_counter()
+        fields["milliseconds"] = round((now - self._last) * 1e3, 3)
+        self._last = now
+        self._file.write(json.dumps(fields) + "\n")
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_iterations(log_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines of the newest log in `log_dir`, in order; [] if there is none."""
+    logs = sorted(Path(log_dir).glob(PATTERN), key=lambda p: p.stat().st_mtime_ns)
+    return [json.loads(line) for line in logs[-1].open()] if logs else []
+
+
+def acceptance(iterations: list[dict[str, Any]]) -> float:
+    """theta: accepted drafts / draft rows whose prefix was right; 0 without drafts."""
+    right = sum(line["drafts_after_valid"] for line in iterations)
+    return sum(line["accepted_drafts"] for line in iterations) / max(right, 1)
+
+
+def accepted_of_all_drafts(iterations: list[dict[str, Any]]) -> float:
+    """Accepted drafts / all draft rows; 0 without drafts."""
+    drafts = sum(line["draft_rows"] for line in iterations)
+    return sum(line["accepted_drafts"] for line in iterations) / max(drafts, 1)
+
+
+def tokens_per_step(iterations: list[dict[str, Any]]) -> float:
+    """Verified tokens per tick of the pipeline, empty ticks included."""
+    return sum(line["valid_rows"] for line in iterations) / max(len(iterations), 1)

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`LLM`: vLLM's `LLM` with speculative parallelism."""
+
+import contextlib
+import difflib
+import os
+from collections.abc import Iterator
+from dataclasses import fields
+from typing import Any, Literal
+
+import vllm
+from vllm.engine.arg_utils import EngineArgs
+from vllm.transformers_utils.config import get_config
+
+from spexis_runtime.adapter.config import check_adapter_matches, load_adapter_config
+from spexis_runtime.config import SpexisConfig, SpexisConfigError, check_log_dir
+from spexis_runtime.no_gpu.environment import configure_environment, gpu_count
+from spexis_runtime.versions import check_versions
+
+DEFAULT_MAX_NUM_SEQS = 256
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+
+
+class LLM(vllm.LLM):
+    """vLLM's `LLM`, with the pipeline's stages speculating past each other.
+
+    Takes every argument of `vllm.LLM`, has its methods and gives its outputs, and beside
+    them:
+
+    Args:
+        exit_model: directory of an exit adapter trained for `model`; stage 0 then holds
+            its `exit_layer` layers. None: plain pipeline parallelism.
+        row_budget: decode rows of a stage step, at least
+            ceil(max_num_seqs / pipeline_parallel_size); "auto" feeds all.
+        drop_ratio: alpha of the paper's section 5.1, in [0, 1), instead of a budget: of
+            B running requests, B / (1 + alpha (N - 1)) rows are fed (equation 3).
+        log_dir: directory for the per-iteration JSONL log; created if missing.
+
+    Raises:
+        SpexisConfigError, AdapterError (both ValueError): for settings or an adapter that
+            cannot be, before any worker starts.
+        UnsupportedVersionError: for another vLLM or Ray than the supported ones.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        exit_model: str | os.PathLike[str] | None = None,
+        row_budget: int | Literal["auto"] = "auto",
+        drop_ratio: float | None = None,
+        log_dir: str | os.PathLike[str] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        check_versions()
+        configure_environment()
+        config = SpexisConfig(
+            exit_model=None if exit_model is None else os.path.abspath(exit_model),
+            row_budget=row_budget,
+            drop_ratio=drop_ratio,
+            log_dir=None if log_dir is None else os.path.abspath(log_dir),
+        )
+        _check_options(kwargs)
+        if config.log_dir is not None:
+            check_log_dir(config.log_dir)
+        partition = None
+        if config.exit_model is not None:
+            kwargs.setdefault("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+            partition = _check_speculation(model, config, kwargs)
+        with _layer_partition_set(partition):
+            super().__init__(model, **_engine_options(config, kwargs))
+        self.spexis_config = config
+
+
+def _check_options(kwargs: dict[str, Any]) -> None:
+    known = {field.name for field in fields(EngineArgs)}
+    for name in kwargs.keys() - known:
+        close = difflib.get_close_matches(name, known, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise SpexisConfigError(f"unknown option {name}{hint}")
+
+
+def _engine_options(config: SpexisConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments for `vllm.LLM` that make `config` happen."""
+    options = dict(kwargs)
+    num_stages = options.get("pipeline_parallel_size", 1)
+    if config.exit_model is not None:
+        options["scheduler_cls"] = "spexis_runtime.scheduler.SpexisScheduler"
+        options["worker_cls"] = (
+            "spexis_runtime.worker.SpexisWorker"
+            if gpu_count()
+            else "spexis_runtime.no_gpu.worker.SpexisNoGpuWorker"
+        )
+    elif config.log_dir is not None:
+        options["scheduler_cls"] = "spexis_runtime.scheduler.LoggedScheduler"
+    if num_stages > 1:
+        from spexis_runtime.executor import SpexisRayExecutor
+
+        options["distributed_executor_backend"] = SpexisRayExecutor
+        options["async_scheduling"] = True
+    additional = dict(options.get("additional_config") or {})
+    options["additional_config"] = additional | config.to_additional_config()
+    return options
+
+
+def _check_speculation(
+    model: str, config: SpexisConfig, options: dict[str, Any]
+) -> str:
+    """Refuse what cannot speculate; return the layer partition that the adapter needs."""
+    num_stages = options.get("pipeline_parallel_size", 1)
+    config.check_pipeline(num_stages, options["max_num_seqs"])
+    for name, why in (
+        ("speculative_config", "two ways to draft cannot be combined"),
+        ("spec_method", "two ways to draft cannot be combined"),
+        ("enable_lora", "LoRA is not supported with speculation yet"),
+        ("quantization", "quantised models are not supported with speculation yet"),
+        ("kv_transfer_config", "KV connectors are not supported with speculation"),
+    ):
+        if options.get(name):
+            raise SpexisConfigError(f"exit_model cannot go with {name}: {why}")
+    for name in ("distributed_executor_backend", "worker_cls", "scheduler_cls"):
+        if name in options:
+            raise SpexisConfigError(
+                f"exit_model sets {name} itself, got {options[name]!r}: leave it out"
+            )
+    if options.get("async_scheduling") is False:
+        raise SpexisConfigError("exit_model needs async_scheduling, got False")
+    assert config.exit_model is not None
+    adapter = load_adapter_config(config.exit_model)
+    hf_config = get_config(
+        model, options.get("trust_remote_code", False), options.get("revision")
+    )
+    architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise SpexisConfigError(
+            f"exit_model supports {', '.join(SUPPORTED_ARCHITECTURES)}; "
+            f"{model} is a {architecture}"
+        )
+    check_adapter_matches(adapter, hf_config)
+    partition = layer_partition(
+        hf_config.num_hidden_layers, adapter.exit_layer, num_stages
+    )
+    given = os.environ.get(PARTITION)
+    if given not in (None, partition):
+        raise SpexisConfigError(
+            f"{PARTITION} is {given}, but the adapter needs {partition}: unset it"
+        )
+    return partition
+
+
+@contextlib.contextmanager
+def _layer_partition_set(partition: str | None) -> Iterator[None]:
+    """vLLM's workers read the partition from the environment when they start."""
+    given = os.environ.get(PARTITION)
+    if partition is not None:
+        os.environ[PARTITION] = partition
+    try:
+        yield
+    finally:
+        if partition is not None and given is None:
+            del os.environ[PARTITION]
+
+
+def layer_partition(num_hidden_layers: int, exit_layer: int, num_stages: int) -> str:
+    """Layers of each stage, comma separated: `exit_layer`, then the rest split evenly.
+
+    >>> layer_partition(30, 15, 2)
+    '15,15'
+    >>> layer_partition(30, 8, 4)
+    '8,8,7,7'
+    """
+    rest, stages = num_hidden_layers - exit_layer, num_stages - 1
+    if rest < stages:
+        raise SpexisConfigError(
+            f"exit_layer {exit_layer} of {num_hidden_layers} leaves {rest} layers for "
+            f"{stages} more stages: at least one each is needed"
+        )
+    sizes = [rest // stages + (i < rest % stages) for i in range(stages)]
+    return ",".join(map(str, [exit_layer, *sizes]))

@@ -1,0 +1,248 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage's model runner: vLLM's V2 runner with decode rows that stage 0 chooses.
+
+Stage 0 absorbs the result of N steps ago, chooses and feeds rows, and drafts again. Rows
+travel beside the hidden states. The last stage verifies them and samples the valid ones.
+"""
+
+import dataclasses
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_pp_group
+from vllm.sequence import IntermediateTensors
+from vllm.utils.torch_utils import set_default_torch_dtype
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
+from vllm.v1.worker.gpu.cudagraph_utils import BatchExecutionDescriptor
+from vllm.v1.worker.gpu.input_batch import InputBatch, post_update_num_computed_tokens
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+
+from spexis_kernels import absorb, select_rows, store_drafts, verify
+from spexis_kernels.constants import INVALID_TOKEN, PAD_SLOT_ID
+from spexis_kernels.pool import RequestPool, Rows
+from spexis_runtime.config import SpexisConfig
+from spexis_runtime.exit_head import ExitHead
+from spexis_runtime.iteration_log import RowCounts
+from spexis_runtime.results import ResultHandler, SpexisOutput
+from spexis_runtime.step_inputs import StepInputs, build_step_inputs
+from spexis_runtime.step_plan import StepPlan, plan_step
+
+ROWS = "spexis_rows"
+"""Key of the decode rows, [5, k] int32, among the tensors sent to the next stage."""
+
+
+class SpexisModelRunner(GPUModelRunner):
+    def __init__(self, vllm_config: VllmConfig, device: torch.device):
+        super().__init__(vllm_config, device)
+        self.spexis_config = SpexisConfig.from_additional_config(
+            vllm_config.additional_config
+        )
+        self.num_stages = get_pp_group().world_size
+        self.pp_handler = self.results = ResultHandler(self.pp_handler)
+        self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, device)
+        self.step = 0
+        self.plan: StepPlan
+        self.inputs: StepInputs
+        self.decode_rows: Rows
+        self.received_tensors: IntermediateTensors | None = None
+        self.row_counts: torch.Tensor
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        super().load_model(*args, **kwargs)
+        if self.is_first_pp_rank:
+            exit_model = self.spexis_config.exit_model
+            assert exit_model is not None
+            with set_default_torch_dtype(self.dtype), self.device:
+                self.drafter = ExitHead(self.vllm_config, self.model, exit_model)
+            self.model.register_forward_hook(self.drafter.after_model, with_kwargs=True)
+
+    # ---- a step -------------------------------------------------------------------
+    @torch.inference_mode()
+    def execute_model(
+        self,
+        scheduler_output: SchedulerOutput,
+        intermediate_tensors: IntermediateTensors | None = None,
+        dummy_run: bool = False,
+        **kwargs: Any,
+    ) -> ModelRunnerOutput | IntermediateTensors | None:
+        if dummy_run:
+            return super().execute_model(
+                scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
+            )
+        self.step += 1
+        self.plan = plan_step(
+            scheduler_output, self.req_states, self.spexis_config, self.num_stages
+        )
+        self.received_tensors = intermediate_tensors
+        output = super().execute_model(
+            self.plan.scheduler_output, intermediate_tensors, **kwargs
+        )
+        if isinstance(output, IntermediateTensors):
+            if self.is_first_pp_rank:
+                self.draft()
+            output.tensors[ROWS] = torch.stack(self.decode_rows)
+        return output
+
+    def update_pp_decode_requests(self) -> None:
+        """Absorb the result of N steps ago; empty steps have a place in the queue too."""
+        if self.is_last_pp_rank:
+            return
+        result = self.results.next_result()
+        if result is not None and result.rows is not None:
+            absorb(self.pool, result.rows, result.accepted)
+
+    def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
+        """Free slots in sorted order: vLLM walks a set of strings, whose order depends on
+        the process, and slot numbers travel between stages."""
+        preempted = scheduler_output.preempted_req_ids or set()
+        for req_id in sorted(scheduler_output.finished_req_ids | preempted):
+            self._remove_request(req_id)
+
+    def add_requests(self, scheduler_output: SchedulerOutput) -> None:
+        super().add_requests(scheduler_output)
+        new = scheduler_output.scheduled_new_reqs
+        if not new:
+            return
+        slot_of = self.req_states.req_id_to_index
+        values = [
+            (
+                slot_of[r.req_id],
+                r.num_computed_tokens,
+                len(r.prefill_token_ids),
+                r.prefill_token_ids[-1],
+            )
+            for r in new
+        ]
+        slots, head, known_len, last_token = async_copy_to_gpu(
+            np.array(values, dtype=np.int32).T.copy(), device=self.device
+        )
+        pool, slots = self.pool, slots.long()
+        pool.head[slots] = head
+        pool.known_len[slots] = known_len
+        pool.last_token[slots] = last_token
+        pool.generation[slots] += 1
+        pool.draft[slots] = INVALID_TOKEN
+
+    def prepare_inputs(
+        self, scheduler_output: SchedulerOutput, batch_desc: BatchExecutionDescriptor
+    ) -> InputBatch:
+        self.decode_rows = self.feed() if self.is_first_pp_rank else self.receive_rows()
+        self.inputs = build_step_inputs(
+            self.plan,
+            self.decode_rows,
+            batch_desc,
+            self.pool,
+            self.input_buffers,
+            self.req_states,
+        )
+        if self.is_first_pp_rank:
+            slots = self.inputs.prefill_slots.long()
+            ends = np.array(list(self.plan.prefill_ends.values()), dtype=np.int32)
+            self.pool.head[slots] = async_copy_to_gpu(ends, device=self.device)
+            self.pool.last_fed[slots] = self.step
+            self.results.rows = self.inputs.rows
+        return self.inputs.batch
+
+    def feed(self) -> Rows:
+        """Stage 0: choose the decode rows and advance their requests."""
+        limit = np.zeros(self.max_num_reqs, dtype=np.int32)
+        for req_id, positions in self.plan.decode_limits.items():
+            limit[self.req_states.req_id_to_index[req_id]] = positions
+        async_copy_to_gpu(limit, out=self.pool.limit)
+        return select_rows(
+            self.pool, num_rows=self.plan.num_decode_rows, step=self.step
+        )
+
+    def receive_rows(self) -> Rows:
+        assert self.received_tensors is not None
+        rows = self.received_tensors.tensors.get(ROWS)
+        if rows is None:  # vLLM sends no empty tensor
+            rows = torch.empty(len(Rows._fields), 0, dtype=torch.int32)
+        return Rows(*rows.to(self.device).unbind())
+
+    def prepare_attn(
+        self, input_batch: InputBatch
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        block_tables, slot_mappings = super().prepare_attn(input_batch)
+        padding = self.decode_rows.slots == PAD_SLOT_ID
+        slot_mappings[:, : len(padding)].masked_fill_(padding, PAD_SLOT_ID)
+        return block_tables, slot_mappings
+
+    def draft(self) -> None:
+        """Stage 0: the exit head drafts the token after each row."""
+        rows = self.inputs.rows
+        drafts = self.drafter.propose(self.inputs.batch.logits_indices, rows)
+        store_drafts(self.pool, rows, drafts.tokens, drafts.confidence)
+
+    # ---- last stage ---------------------------------------------------------------
+    def sample(
+        self,
+        hidden_states: torch.Tensor,
+        input_batch: InputBatch,
+        grammar_output: GrammarOutput | None,
+    ) -> tuple[SamplerOutput, torch.Tensor, torch.Tensor]:
+        """Sample every row and keep what the valid ones yield.
+
+        The sampler's per-row host fields are "any over the batch": it gets all requests
+        that may sit in a row.
+        """
+        inputs, k = self.inputs, self.plan.num_decode_rows
+        candidates = np.concatenate(
+            (inputs.decode_slots_np, input_batch.idx_mapping_np[k:])
+        )
+        batch = dataclasses.replace(input_batch, idx_mapping_np=candidates)
+        output, _, _ = super().sample(hidden_states, batch, grammar_output)
+        accepted = verify(self.pool, inputs.rows, output.sampled_token_ids[:, 0])
+        self.row_counts = RowCounts.count(self.pool, inputs.rows, accepted)
+        output.num_sampled = (accepted != INVALID_TOKEN).int()
+        # so that vLLM's count of computed tokens moves by prefill chunks alone
+        output.num_rejected = torch.zeros_like(output.num_sampled)
+        output.num_rejected[:k] = 1
+        return output, output.num_sampled, output.num_rejected
+
+    def postprocess_sampled(
+        self, idx_mapping: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        # with PAD_SLOT_ID for padding rows, which vLLM's kernel skips
+        super().postprocess_sampled(self.inputs.rows.slots, *args, **kwargs)
+
+    def postprocess_num_computed_tokens(self, input_batch: InputBatch) -> None:
+        k, prefill_slots = self.plan.num_decode_rows, self.inputs.prefill_slots
+        if len(prefill_slots):
+            post_update_num_computed_tokens(
+                prefill_slots,
+                self.req_states.num_computed_tokens.gpu,
+                input_batch.query_start_loc[k:],
+            )
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        output = super().sample_tokens(grammar_output)
+        if not isinstance(output, AsyncOutput):
+            return output
+        slot_of = self.req_states.req_id_to_index
+        return SpexisOutput(
+            output,
+            self.decode_rows.slots,
+            {slot_of[i]: i for i in self.plan.decode_limits},
+            self.row_counts,
+            self.main_stream,
+            self.output_copy_stream,
+        )
+
+    # ---- tests and idle checks ----------------------------------------------------
+    def check_integrity(self) -> dict[str, Any]:
+        """Raise AssertionError if idle state is broken; return what all stages share."""
+        states = self.req_states
+        used = set(states.req_id_to_index.values())
+        assert used.isdisjoint(states.free_indices), "a slot is both used and free"
+        assert len(used) + len(states.free_indices) == self.max_num_reqs, "slot leaked"
+        return {
+            "slots": dict(states.req_id_to_index),
+            "free": list(states.free_indices),
+        }

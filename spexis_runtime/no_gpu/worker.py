@@ -1,0 +1,28 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Workers for a machine without a GPU: vLLM's CPU worker, plain and speculative."""
+
+from spexis_runtime import patches
+
+patches.shim_streams()
+patches.log1p_in_the_interpreter()
+
+from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # noqa: E402
+from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
+
+from spexis_runtime.model_runner import SpexisModelRunner  # noqa: E402
+from spexis_runtime.worker import FailFast, StageWorker  # noqa: E402
+
+
+class NoGpuWorker(FailFast, CPUWorker):
+    """Plain vLLM, for pipelines without speculation."""
+
+
+class SpexisCPUModelRunner(SpexisModelRunner, CPUModelRunner):
+    """The speculative runner over vLLM's CPU runner."""
+
+
+class SpexisNoGpuWorker(StageWorker, CPUWorker):
+    """A stage of a speculative pipeline."""
+
+    model_runner_cls = SpexisCPUModelRunner
+    replaced_runner = ("vllm.v1.worker.cpu.model_runner", "CPUModelRunner")

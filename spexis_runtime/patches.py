@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The ledger: every wrap and patch of vLLM 0.26.0, each with reason and removal condition.
+
+All other changes to vLLM are subclasses handed over through its own options. When the
+pinned version changes, this file is what has to be read again.
+"""
+
+import contextlib
+import importlib
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+
+@contextlib.contextmanager
+def model_runner_class(module: str, name: str, replacement: type) -> Iterator[None]:
+    """While a worker's `init_device` runs, `module.name` is `replacement`.
+
+    Reason: `Worker.init_device` imports the V2 runner by name and has no hook for
+    another class. Remove when vLLM lets a worker name its runner class.
+    """
+    owner = importlib.import_module(module)
+    original = getattr(owner, name)
+    setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def ray_worker_class(replacement: type) -> None:
+    """The Ray executor builds `replacement` for its actors, in this process.
+
+    Reason: `RayExecutorV2._init_executor` names `RayWorkerProc`, a module global.
+    Remove when the executor takes its worker class from an attribute.
+    """
+    import vllm.v1.executor.ray_executor_v2 as ray_executor
+
+    ray_executor.RayWorkerProc = replacement
+
+
+def cache_decode_blocks_on_results(kv_cache_manager: Any) -> None:
+    """`allocate_slots` of this manager caches no block of a request that is decoding.
+
+    Reason: it caches blocks up to the newest known token, whose slot may still hold the
+    KV of a rejected draft (design section 3, point 6). The scheduler caches them when
+    results arrive, up to the token before. Remove when `allocate_slots` lets its caller
+    say how many tokens are safe to cache.
+    """
+    allocate_slots = kv_cache_manager.allocate_slots
+
+    def allocate(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
+        if request.num_output_placeholders > 0:
+            kwargs["delay_cache_blocks"] = True
+        return allocate_slots(request, num_new_tokens, *args, **kwargs)
+
+    kv_cache_manager.allocate_slots = allocate
+
+
+# ---- only on a machine without a GPU -------------------------------------------------
+_c_ops: list[torch.library.Library] = []
+
+
+def define_missing_c_ops() -> None:
+    """Define the schemas of the operators that vLLM looks up on its CPU path.
+
+    Reason: the CUDA wheel's `_C` library needs a CUDA driver to load. The operators are
+    looked up, never run: custom ops are off. Remove when the wheel loads without one.
+    """
+    if _c_ops:
+        return
+    library = torch.library.Library("_C", "FRAGMENT")
+    for schema in (
+        "init_cpu_memory_env(int[] ids) -> ()",
+        "silu_and_mul(Tensor! out, Tensor input) -> ()",
+        "rms_norm(Tensor! out, Tensor input, Tensor weight, float eps) -> ()",
+        "fused_add_rms_norm(Tensor! x, Tensor! r, Tensor w, float eps) -> ()",
+        "rotary_embedding(Tensor positions) -> ()",
+    ):
+        library.define(schema)
+    library.impl("init_cpu_memory_env", lambda ids: None, "CompositeExplicitAutograd")
+    _c_ops.append(library)
+
+
+def shim_streams() -> None:
+    """Complete vLLM's stand-ins for CUDA streams and events on the CPU.
+
+    Reason: its V2 runner calls methods that the stand-ins of its CPU worker lack, since
+    pipelines are not run there. Remove when they have them.
+    """
+    import vllm.v1.worker.cpu.shm as shm
+
+    def nothing(*args: Any, **kwargs: Any) -> None:
+        pass
+
+    stream = shm._StreamPlaceholder
+    stream.record_event = lambda self, *args: shm._EventPlaceholder()
+    stream.wait_event = nothing
+    stream.synchronize = nothing
+    shm._EventPlaceholder.wait = nothing
+    torch.Tensor.record_stream = nothing  # type: ignore[method-assign, assignment]
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore
+
+
+def log1p_in_the_interpreter() -> None:
+    """vLLM's Gumbel sampler takes log(1 + x) instead of libdevice's log1p.
+
+    Reason: Triton's interpreter has no libdevice; `log1p` returns None there and
+    sampling at a temperature fails. Remove when the interpreter has it.
+    """
+    import vllm.v1.worker.gpu.sample.gumbel as gumbel
+    from vllm.triton_utils import tl
+
+    gumbel.tldevice = types.SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Host side of the protocol (design section 4): vLLM's async scheduler, every step.
+
+A running request is eligible at every step, not at every N-th. Each step that feeds it
+adds a placeholder; a step that yielded nothing for it gives the placeholder back, so
+
+    num_tokens + num_output_placeholders - num_computed_tokens == 1
+
+holds for every decoding request between two calls, which keeps vLLM's own arithmetic
+right and makes lookahead blocks unnecessary.
+"""
+
+from collections import deque
+from typing import Any, NamedTuple
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.request import Request
+
+from spexis_runtime import patches
+from spexis_runtime.config import SpexisConfig
+from spexis_runtime.iteration_log import IterationLog, RowCounts
+
+
+class LoggedScheduler(AsyncScheduler):
+    """vLLM's async scheduler that writes the per-iteration log."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.spexis_config = SpexisConfig.from_additional_config(
+            self.vllm_config.additional_config
+        )
+        log_dir = self.spexis_config.log_dir
+        self.iteration_log = None if log_dir is None else IterationLog(log_dir)
+        self.num_preemptions = 0
+
+    def _preempt_request(self, request: Request, timestamp: float) -> None:
+        super()._preempt_request(request, timestamp)
+        self.num_preemptions += 1
+
+    def row_counts(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
+    ) -> RowCounts:
+        """In plain pipeline parallelism each sampled row is a normal one and valid."""
+        tokens = sum(map(len, output.sampled_token_ids or []))
+        return RowCounts(tokens, 0, tokens, 0, 0)
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        counts = self.row_counts(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        if self.iteration_log is not None:
+            blocks = self.kv_cache_manager.block_pool
+            self.iteration_log.write(
+                scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
+                scheduled_requests=len(scheduler_output.num_scheduled_tokens),
+                **counts._asdict(),
+                running=len(self.running),
+                waiting=len(self.waiting) + len(self.skipped_waiting),
+                preemptions=self.num_preemptions,
+                # one block is vLLM's null block, never free
+                kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
+            )
+        return outputs
+
+    def shutdown(self) -> None:
+        super().shutdown()
+        if self.iteration_log is not None:
+            self.iteration_log.close()
+
+
+class FedStep(NamedTuple):
+    """Of a step in flight, what is needed when its results arrive."""
+
+    placeholders: set[str]  # requests that the step gave a placeholder
+    generations: dict[str, int]  # request -> num_preemptions when it was scheduled
+
+
+class SpexisScheduler(LoggedScheduler):
+    """Schedules every running request at every step; stage 0 chooses among them."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        patches.cache_decode_blocks_on_results(self.kv_cache_manager)
+        self.steps_in_flight: deque[FedStep] = deque()
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        scheduled = {i: self.requests[i] for i in scheduler_output.num_scheduled_tokens}
+        before = {i: r.num_output_placeholders for i, r in scheduled.items()}
+        super()._update_after_schedule(scheduler_output)
+        for request in scheduled.values():
+            request.next_decode_eligible_step = 0
+        self.steps_in_flight.append(
+            FedStep(
+                {
+                    i
+                    for i, r in scheduled.items()
+                    if r.num_output_placeholders > before[i]
+                },
+                {i: r.num_preemptions for i, r in scheduled.items()},
+            )
+        )
+
+    def _preempt_request(self, request: Request, timestamp: float) -> None:
+        super()._preempt_request(request, timestamp)
+        # results still in flight belong to an older generation and will be dropped
+        request.num_output_placeholders = 0
+
+    def row_counts(
+        self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
+    ) -> RowCounts:
+        return getattr(output, "spexis_row_counts", RowCounts(0, 0, 0, 0, 0))
+
+    def update_from_output(
+        self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
+    ) -> Any:
+        step = self.steps_in_flight.popleft()
+        for request_id, generation in step.generations.items():
+            request = self.requests.get(request_id)
+            if request is None or request.is_finished():
+                continue
+            row = model_runner_output.req_id_to_index[request_id]
+            if request.num_preemptions != generation:
+                model_runner_output.sampled_token_ids[row] = []
+            elif (
+                request_id in step.placeholders
+                and not model_runner_output.sampled_token_ids[row]
+            ):
+                request.num_computed_tokens -= 1
+                request.num_output_placeholders -= 1
+        return super().update_from_output(scheduler_output, model_runner_output)

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the host knows of a step: how many decode rows, and which prefill chunks.
+
+Which requests sit in the decode rows is chosen on stage 0's device. To the host they are
+k anonymous rows of one token, before the prefill chunks:
+
+    rows    [0, k) decode, anonymous · [k, k + p) prefill chunks
+    tokens  [0, k) one a decode row  · [k, num_tokens) the chunks, one after another
+"""
+
+import copy
+from typing import NamedTuple
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.worker.gpu.states import RequestState
+
+from spexis_runtime.config import SpexisConfig
+
+
+class StepPlan(NamedTuple):
+    """Equal on all stages, as all derive it from the same scheduler output."""
+
+    num_decode_rows: int  # k
+    decode_limits: dict[str, int]  # request that could be fed -> positions it may use
+    prefill_ends: dict[str, int]  # request -> end of its chunk, in row order
+    scheduler_output: SchedulerOutput  # vLLM's, with anonymous decode rows
+
+
+def plan_step(
+    scheduler_output: SchedulerOutput,
+    req_states: RequestState,
+    config: SpexisConfig,
+    pipeline_parallel_size: int,
+) -> StepPlan:
+    """Split the scheduled requests into decode rows and prefill chunks.
+
+    A request decodes once its computed tokens reach `prefill_len`. Call it before the
+    runner takes in the step's new requests: they all prefill.
+    """
+    scheduled = scheduler_output.num_scheduled_tokens
+    cached = scheduler_output.scheduled_cached_reqs
+    computed = {
+        new.req_id: new.num_computed_tokens
+        for new in scheduler_output.scheduled_new_reqs
+    }
+    decode_limits: dict[str, int] = {}
+    for req_id, num_computed in zip(
+        cached.req_ids, cached.num_computed_tokens, strict=True
+    ):
+        slot = req_states.req_id_to_index[req_id]
+        if num_computed >= req_states.prefill_len.np[slot]:
+            decode_limits[req_id] = num_computed + scheduled[req_id]
+        else:
+            computed[req_id] = num_computed
+    # short chunks first, as vLLM orders a batch
+    chunks = sorted(computed, key=lambda req_id: scheduled[req_id])
+    k = config.num_rows(len(decode_limits), pipeline_parallel_size)
+
+    rows = {f"decode row {i}": 1 for i in range(k)}
+    rows |= {req_id: scheduled[req_id] for req_id in chunks}
+    anonymous = copy.copy(scheduler_output)
+    anonymous.num_scheduled_tokens = rows
+    anonymous.total_num_scheduled_tokens = sum(rows.values())
+    return StepPlan(
+        num_decode_rows=k,
+        decode_limits=decode_limits,
+        prefill_ends={i: computed[i] + scheduled[i] for i in chunks},
+        scheduler_output=anonymous,
+    )

@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage of a speculative pipeline: vLLM's worker with our model runner."""
+
+import contextlib
+import os
+from collections.abc import Iterator
+from typing import Any
+
+from vllm.logger import init_logger
+from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.worker.gpu_worker import Worker
+
+from spexis_runtime import patches
+from spexis_runtime.model_runner import SpexisModelRunner
+
+logger = init_logger(__name__)
+
+
+@contextlib.contextmanager
+def end_process_on_error(what: str) -> Iterator[None]:
+    """A step that raises ends this process.
+
+    vLLM reports errors of the last stage only; those of another stage would leave its
+    neighbours, and the user, waiting for ever. A dead stage is noticed within seconds.
+    """
+    finished = False
+    try:
+        yield
+        finished = True
+    finally:
+        if not finished:
+            logger.exception("%s failed, this stage ends", what)
+            os._exit(1)
+
+
+class FailFast:
+    """Mixin over a vLLM worker class whose failed steps end the process."""
+
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        with end_process_on_error("execute_model"):
+            return super().execute_model(scheduler_output)  # type: ignore[misc]
+
+    def sample_tokens(self, grammar_output: GrammarOutput | None) -> Any:
+        with end_process_on_error("sample_tokens"):
+            return super().sample_tokens(grammar_output)  # type: ignore[misc]
+
+
+class StageWorker(FailFast):
+    """Mixin over a vLLM worker class that builds `model_runner_cls` as its runner."""
+
+    model_runner_cls: type[SpexisModelRunner]
+    replaced_runner: tuple[str, str]
+    model_runner: SpexisModelRunner
+
+    def init_device(self) -> None:
+        with patches.model_runner_class(*self.replaced_runner, self.model_runner_cls):
+            super().init_device()  # type: ignore[misc]
+
+    def check_integrity(self) -> dict[str, Any]:
+        """State that must be equal on all stages; raises AssertionError on a broken one.
+
+        Call it when no request is running.
+        """
+        return self.model_runner.check_integrity()
+
+
+class SpexisWorker(StageWorker, Worker):
+    """The stage on a GPU."""
+
+    model_runner_cls = SpexisModelRunner
+    replaced_runner = ("vllm.v1.worker.gpu.model_runner", "GPUModelRunner")
