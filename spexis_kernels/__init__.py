@@ -18,6 +18,15 @@ from spexis_kernels.draft_head import (
     draft_head_reference,
     draft_head_workspace,
 )
+from spexis_kernels.merged_attention import (
+    MergedAttentionResult,
+    QKNorm,
+    Rotary,
+    merged_attention,
+    merged_attention_io_bytes,
+    merged_attention_reference,
+    merged_attention_workspace_size,
+)
 from spexis_kernels.pool import RequestPool, Rows
 from spexis_kernels.rollback import absorb, absorb_reference, verify, verify_reference
 from spexis_kernels.select_rows import (
@@ -31,11 +40,14 @@ __all__ = [
     "DRAFT",
     "DraftHead",
     "INVALID_TOKEN",
+    "MergedAttentionResult",
     "NORMAL",
     "PAD",
     "PAD_SLOT_ID",
     "PREFILL",
+    "QKNorm",
     "RequestPool",
+    "Rotary",
     "Rows",
     "absorb",
     "absorb_reference",
@@ -45,6 +57,10 @@ __all__ = [
     "draft_head_io_bytes",
     "draft_head_reference",
     "draft_head_workspace",
+    "merged_attention",
+    "merged_attention_io_bytes",
+    "merged_attention_reference",
+    "merged_attention_workspace_size",
     "select_rows",
     "select_rows_reference",
     "store_drafts",

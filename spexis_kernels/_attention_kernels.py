@@ -131,7 +131,7 @@ def _attend_cached(q, q_position, req, kv_head, begin, end, state, step, shape):
     """Positions [begin, end) of a request, from the cache."""
     d = tl.arange(0, shape.BLOCK_D)
     scale = _softmax_scale(step)
-    table = step.block_table + req * step.block_table_stride
+    table = step.block_table + req.to(tl.int64) * step.block_table_stride
     for first in range(begin, end, shape.BLOCK_N):
         position = first + tl.arange(0, shape.BLOCK_N)
         there = position < end
@@ -304,8 +304,8 @@ def _prefill_tile(tile, kv_head, num_reqs, step, shape):
             )
             scale = _softmax_scale(step)
             # not pipelined: copies of what RoPE loads would crowd out the other loop's
-            begin = tl.maximum(oldest, context)
-            for begin in tl.range(begin, end, shape.BLOCK_N, num_stages=1):
+            new = tl.maximum(oldest, context)
+            for begin in tl.range(new, end, shape.BLOCK_N, num_stages=1):
                 position = begin + tl.arange(0, shape.BLOCK_N)
                 there = position < end
                 key_token = (start - context + position).to(tl.int64)

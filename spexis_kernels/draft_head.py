@@ -64,7 +64,7 @@ def _settings(rows: int, dtype: torch.dtype) -> Settings:
     return Settings(128, block_m, block_k, num_warps=8, num_stages=3)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows", "vocab_start"])
 def _draft_tile_kernel(
     # [rows, hidden_size] bf16, fp16 or fp32
     hidden_ptr,

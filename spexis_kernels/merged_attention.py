@@ -84,7 +84,7 @@ def _settings(
         block_n=block_n,
         max_splits=16 if num_kv_heads >= 8 else 32,
         min_chunk=256,
-        num_warps=4,
+        num_warps=8 if head_size > 128 else 4,
         num_stages=2,
     )
 
@@ -161,7 +161,7 @@ def merged_attention(
             included. 0: a void request, whose rows are not read and write nothing.
         slot_mapping: [T] int64, contiguous: block * block_size + offset of a token,
             distinct, or PAD_SLOT_ID: not written. None only without key and value.
-        max_query_len: at least the rows of the longest request. With 1, the program
+        max_query_len: at least the rows of the longest request. Up to 1, the program
             for prefill chunks is left out.
         scale: factor of q . k.
         sliding_window: tokens a token sees, itself included; None: all.
@@ -170,8 +170,8 @@ def merged_attention(
             scale is the value. None: 1.
         rotary: RoPE for q and k; cos_sin_cache contiguous.
         qk_norm: RMSNorm for the heads of q and k, before RoPE.
-        out: like query; written and returned. Rows of void requests and padding become
-            0. Allocated if None.
+        out: like query, in memory of its own; written and returned. Rows of void
+            requests and padding become 0. Allocated if None.
         workspace: [merged_attention_workspace_size(...) or more] float32, contiguous,
             scratch. Allocated if None.
 
@@ -183,13 +183,11 @@ def merged_attention(
     """
     if out is None:
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
-    for name, number in [
-        ("max_query_len", max_query_len),
-        ("sliding_window", sliding_window),
-        ("soft_cap", soft_cap),
-    ]:
+    if max_query_len < 0:
+        raise ValueError(f"max_query_len must be >= 0, got {max_query_len}")
+    for name, number in (("sliding_window", sliding_window), ("soft_cap", soft_cap)):
         if number is not None and number <= 0:
-            raise ValueError(f"{name} must be positive, got {number}")
+            raise ValueError(f"{name} must be positive or None, got {number}")
     check_attention(
         query, key, value, key_cache, value_cache, block_table, query_start_loc,
         seq_lens, slot_mapping, k_scale, v_scale, rotary, qk_norm, out,

@@ -61,3 +61,9 @@ class SpexisRayExecutor(RayExecutorV2):
         if current_platform.ray_device_key == STAGE_RESOURCE:
             variables.update(NO_GPU_ENVIRONMENT)
         return runtime_env
+
+    def _join_monitor_thread(self) -> None:
+        # a dead stage wakes the monitor at once, instead of at its next poll in 5 s
+        for handle in getattr(self, "ray_worker_handles", []):
+            ray.kill(handle.actor)
+        super()._join_monitor_thread()

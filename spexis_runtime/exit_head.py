@@ -20,6 +20,7 @@ from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.model_executor.models.llama import LlamaAttention
 from vllm.model_executor.models.qwen2 import Qwen2Attention
@@ -73,6 +74,9 @@ class ExitHead(nn.Module):
             vllm_config.scheduler_config.max_num_batched_tokens,
             hidden_size,
             dtype=vllm_config.model_config.dtype,
+        )
+        process_weights_after_loading(
+            self, vllm_config.model_config, self.hidden_states.device
         )
 
     def after_model(

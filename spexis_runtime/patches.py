@@ -49,10 +49,13 @@ def cache_decode_blocks_on_results(kv_cache_manager: Any) -> None:
     results arrive, up to the token before. Remove when `allocate_slots` lets its caller
     say how many tokens are safe to cache.
     """
+    from vllm.v1.request import RequestStatus
+
     allocate_slots = kv_cache_manager.allocate_slots
 
     def allocate(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        if request.num_output_placeholders > 0:
+        # not "has placeholders": it has none once every step in flight came back void
+        if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
             kwargs["delay_cache_blocks"] = True
         return allocate_slots(request, num_new_tokens, *args, **kwargs)
 

@@ -124,6 +124,8 @@ class SpexisOutput(AsyncModelRunnerOutput):
         without_row = sorted(set(self.decode_requests.values()).difference(rows))
         output.req_ids += without_row
         output.sampled_token_ids += [[] for _ in without_row]
+        if output.logprobs is not None:  # one logit a row, whatever the sampler thought
+            output.logprobs = output.logprobs._replace(cu_num_generated_tokens=None)
         output.req_id_to_index = {name: i for i, name in enumerate(output.req_ids)}
         output.spexis_row_counts = RowCounts(*self.row_counts.tolist())
         return output

@@ -9,6 +9,9 @@ EXACT = {"atol": 0.0, "rtol": 0.0}
 FP32_REDUCTION = {"atol": 1e-5, "rtol": 1e-5}
 """Sums, log-sum-exp and softmax accumulated in fp32, in another order."""
 
+ATTENTION_CEILING = {"atol": 1.5e-2, "rtol": 1e-2}
+"""Attention in fp16 or bf16, on top of flash_attention_bound."""
+
 CHI_SQUARE_SIGMAS = 10.0
 """Sampled tokens: chi-square of d degrees of freedom stays below d + 10 sqrt(2 d)."""
 
@@ -22,3 +25,20 @@ def logit_rounding(hidden_size: int, scale: float) -> float:
     """
     ulp = torch.finfo(torch.float32).eps * scale
     return 6 * 0.5 * ulp * hidden_size**0.5
+
+
+def one_ulp(dtype: torch.dtype) -> dict[str, float]:
+    """Values computed in fp32 and rounded once: the last place may differ."""
+    return {"atol": FP32_REDUCTION["atol"], "rtol": torch.finfo(dtype).eps}
+
+
+def flash_attention_bound(truth: torch.Tensor, low_precision: torch.Tensor) -> float:
+    """Largest error allowed to attention in the dtype of `low_precision`.
+
+    `truth` is computed in fp32, `low_precision` from inputs of, and rounded to, the
+    low-precision dtype: twice its error, plus the rounding of adding and taking off 0.3
+    (flash-attention's rule).
+    """
+    shifted = low_precision + 0.3 - 0.3
+    rounding = (shifted - low_precision).abs().max().item()
+    return 2 * ((low_precision.float() - truth).abs().max().item() + rounding)

@@ -16,6 +16,7 @@ NO_GPU_ENVIRONMENT = {
 ALWAYS = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # the runner that speculation is built on
     "RAY_USAGE_STATS_ENABLED": "0",
+    "RAY_ENABLE_AUTO_CONNECT": "0",  # a late Ray call must not start another cluster
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
 

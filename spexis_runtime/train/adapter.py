@@ -21,6 +21,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,6 +48,7 @@ from spexis_runtime.train.prompts import DEMO, TrainError, read_prompts
 
 SAMPLING_TEMPERATURE = 0.8
 WARMUP_STEPS = 100
+LOGITS_ROWS = 2048
 LOG_COLUMNS = ("step", "epoch", "loss", "top1", "learning_rate", "seconds")
 
 
@@ -75,10 +77,13 @@ def distillation_loss(draft: torch.Tensor, target: torch.Tensor) -> torch.Tensor
     return (divergence + F.cross_entropy(draft, target.argmax(-1))) / 2
 
 
-def learning_rate(step: int, steps: int, peak: float) -> float:
-    """Linear warm-up, then a cosine down to a twentieth of `peak`."""
+def learning_rate(step: int, steps: int, progress: float, peak: float) -> float:
+    """Linear warm-up by `step`, then a cosine down to a twentieth of `peak`.
+
+    `progress` is the part of the training that is done, 0 .. 1.
+    """
     warmup = min(1.0, (step + 1) / min(WARMUP_STEPS, max(1, steps // 10)))
-    cosine = (1 + math.cos(math.pi * step / steps)) / 2
+    cosine = (1 + math.cos(math.pi * progress)) / 2
     return peak * warmup * (0.95 * cosine + 0.05)
 
 
@@ -92,10 +97,13 @@ def train(
     batch_tokens: int,
     seed: int,
     log: Path,
+    deadline: float = math.inf,
 ) -> list[Step]:
     """Train `adapter` in place; its float32 weights see bfloat16 products on the GPU.
 
-    Writes each step to the CSV file `log` as it happens, and returns them all.
+    Stops after `epochs`, or at `deadline` by time.perf_counter() but not before the
+    first step; the learning rate falls by whichever is nearer. Writes each step to the
+    CSV file `log` as it happens, and returns them all.
     """
     shuffle = random.Random(seed)
     optimizer = torch.optim.AdamW(
@@ -111,19 +119,30 @@ def train(
     ):
         writer = csv.writer(stream)
         writer.writerow(LOG_COLUMNS)
-        for epoch in range(epochs):
-            for batch in make_batches(texts, batch_tokens, shuffle):
-                rate = learning_rate(len(history), steps, peak_rate)
-                for group in optimizer.param_groups:
-                    group["lr"] = rate
-                loss, top1 = _train_batch(target, adapter, optimizer, batch)
-                seconds = round(time.perf_counter() - start, 3)
-                history.append(Step(len(history), epoch, loss, top1, rate, seconds))
-                writer.writerow(history[-1])
-                stream.flush()
-                bar.set_postfix(loss=f"{loss:.3f}", top1=f"{top1:.3f}", refresh=False)
-                bar.update()
+        for epoch, batch in _epochs(texts, epochs, batch_tokens, shuffle):
+            step, elapsed = len(history), time.perf_counter() - start
+            progress = max(step / steps, elapsed / max(deadline - start, 1e-9))
+            if step and progress >= 1:
+                break
+            rate = learning_rate(step, steps, min(progress, 1.0), peak_rate)
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            loss, top1 = _train_batch(target, adapter, optimizer, batch)
+            seconds = round(time.perf_counter() - start, 3)
+            history.append(Step(step, epoch, loss, top1, rate, seconds))
+            writer.writerow(history[-1])
+            stream.flush()
+            bar.set_postfix(loss=f"{loss:.3f}", top1=f"{top1:.3f}", refresh=False)
+            bar.update()
     return history
+
+
+def _epochs(
+    texts: list[Text], epochs: int, batch_tokens: int, shuffle: random.Random
+) -> Iterator[tuple[int, Batch]]:
+    for epoch in range(epochs):
+        for batch in make_batches(texts, batch_tokens, shuffle):
+            yield epoch, batch
 
 
 def _train_batch(
@@ -134,20 +153,27 @@ def _train_batch(
 ) -> tuple[float, float]:
     ids, drafts = (tensor.to(target.device) for tensor in batch)
     states = target_states(target, ids, adapter.config.exit_layer)
-    head = target.model.lm_head.weight
-    with torch.no_grad():
-        wanted = (states.final[drafts] @ head.T).float()
     cuda = target.device.type == "cuda"
     with torch.autocast("cuda", dtype=torch.bfloat16, enabled=cuda):
         x = adapter(states.hidden, states.cos, states.sin)[drafts]
-    drafted = adapter.logits(x, head)
-    loss = distillation_loss(drafted, wanted)
     optimizer.zero_grad(set_to_none=True)
-    loss.backward()
+    # The logits are by far the largest tensors: make and drop them chunk by chunk.
+    leaf = x.detach().requires_grad_()
+    head = target.model.lm_head.weight
+    sums = torch.zeros(2, device=target.device)
+    for part, final in zip(
+        leaf.split(LOGITS_ROWS), states.final[drafts].split(LOGITS_ROWS), strict=True
+    ):
+        drafted, wanted = adapter.logits(part, head), (final @ head.T).float()
+        loss = distillation_loss(drafted, wanted) * (len(part) / len(leaf))
+        loss.backward()
+        hits = (drafted.detach().argmax(-1) == wanted.argmax(-1)).sum()
+        sums += torch.stack((loss.detach(), hits / len(leaf)))
+    x.backward(leaf.grad)
     nn.utils.clip_grad_norm_(adapter.parameters(), 1.0)
     optimizer.step()
-    top1 = (drafted.detach().argmax(-1) == wanted.argmax(-1)).float().mean()
-    return round(loss.item(), 4), round(top1.item(), 4)
+    mean_loss, top1 = sums.tolist()
+    return round(mean_loss, 4), round(top1, 4)
 
 
 def _run(args: argparse.Namespace) -> None:
@@ -178,6 +204,7 @@ def _run(args: argparse.Namespace) -> None:
         peak_rate=args.learning_rate,
         batch_tokens=args.batch_tokens,
         seed=args.seed,
+        deadline=start + 60 * (args.minutes or math.inf),
         log=out.with_name(out.name + ".csv"),
     )
     dtype = hf_config.dtype or torch.bfloat16
@@ -203,7 +230,7 @@ def _run(args: argparse.Namespace) -> None:
             "num_texts": len(texts),
             "num_tokens": sum(len(t.ids) for t in texts),
             "num_response_tokens": sum(len(t.ids) - t.prompt_length for t in texts),
-            "epochs": args.epochs,
+            "epochs": history[-1].epoch + 1,
             "steps": len(history),
             "generate_s": round(generated - start, 1),
             "train_s": round(trained - generated, 1),
@@ -244,9 +271,21 @@ def _machine(target: Target) -> str:
     return "CPU"
 
 
+def _natural(text: str) -> int:
+    if (value := int(text)) < 0:
+        raise argparse.ArgumentTypeError(f"must be at least 0, got {value}")
+    return value
+
+
 def _count(text: str) -> int:
     if (value := int(text)) < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    return value
+
+
+def _positive(text: str) -> float:
+    if not (value := float(text)) > 0:
+        raise argparse.ArgumentTypeError(f"must be more than 0, got {value}")
     return value
 
 
@@ -264,9 +303,10 @@ def main(argv: list[str] | None = None) -> None:
     add("--limit", type=_count, help="use the first prompts only")
     add("--max-prompt-tokens", type=_count, default=448, help="leave out longer ones")
     add("--max-new-tokens", type=_count, default=256, help="length of the answers")
-    add("--samples", type=int, default=1, help="sampled answers a prompt")
+    add("--samples", type=_natural, default=1, help="sampled answers a prompt")
     add("--epochs", type=_count, default=8, help="passes over the text")
-    add("--learning-rate", type=float, default=2e-3, help="its peak")
+    add("--minutes", type=_positive, help="end the training this soon after the start")
+    add("--learning-rate", type=_positive, default=2e-3, help="its peak")
     add("--batch-tokens", type=_count, default=24576, help="tokens a step")
     add("--seed", type=int, default=0, help="of sampling and of the order")
     add("--evaluate", nargs="*", default=[DEMO], help="prompt sets to measure on")

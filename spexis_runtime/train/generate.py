@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from spexis_runtime.train.prompts import Prompt, TrainError
 
-MAX_ROWS = 1024  # more rows a batch gain little and need memory for their logits
+MAX_ROWS = 4096  # bounds the memory for logits
 CPU_KV_BYTES = 1 << 30
 
 
@@ -44,6 +45,9 @@ def load_config(path: str) -> Any:
 def load_target(path: str) -> Target:
     """The model in directory `path`: bfloat16 on the GPU, or else float32 on CPU."""
     load_config(path)
+    # A KV cache that grows at each step never fits the blocks that it has just freed,
+    # unless those can be joined.
+    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
     cuda = torch.cuda.is_available()
     model = AutoModelForCausalLM.from_pretrained(
         path,
@@ -149,5 +153,6 @@ def _kv_budget(target: Target) -> int:
     per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
     free = CPU_KV_BYTES
     if target.device.type == "cuda":
+        torch.cuda.empty_cache()
         free = torch.cuda.mem_get_info(target.device)[0] // 4
     return free // (per_token * target.model.dtype.itemsize)

@@ -125,7 +125,9 @@ class ExitAdapter(nn.Module):
     def from_target(cls, config: AdapterConfig, model: Any) -> ExitAdapter:
         """A float32 adapter to start training from, on the model's device.
 
-        `mlp` is the identity; attention and norms are those of the last layer.
+        `mlp` is the identity; attention and norms are those of the last layer, but
+        attention adds nothing at first: its output suits the last layer's residual,
+        which is far larger than a normed state, and would drown it.
         """
         adapter = cls(config)
         nn.init.eye_(adapter.mlp.weight)
@@ -134,6 +136,7 @@ class ExitAdapter(nn.Module):
         layer = adapter.layers[str(config.exit_layer)]
         last = model.model.layers[-1]
         layer.self_attn.load_state_dict(last.self_attn.state_dict())
+        nn.init.zeros_(layer.self_attn.o_proj.weight)
         layer.input_layernorm.load_state_dict(last.input_layernorm.state_dict())
         layer.post_attention_layernorm.load_state_dict(model.model.norm.state_dict())
         return adapter.to(model.device)

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from small_models import save_small_model
+from torch import nn
 
 from spexis_runtime.adapter import (
     AdapterConfig,
@@ -69,6 +70,8 @@ def test_module_computes_what_the_format_says(
         adapter.mlp.bias.normal_()
         # The same steps from transformers' own modules.
         last, norm = target.model.model.layers[-1], target.model.model.norm
+        attention = adapter.layers["2"].self_attn
+        attention.o_proj.weight.copy_(last.self_attn.o_proj.weight)
         hidden = states.hidden
         scale = torch.rsqrt(hidden.square().mean(-1, keepdim=True) + 1e-6)
         x = hidden * scale @ adapter.mlp.weight.T + adapter.mlp.bias
@@ -178,6 +181,7 @@ def test_agreement_counts_hits(target: Target) -> None:
     config = AdapterConfig.for_model(target.model.config, 2)
     torch.manual_seed(1)
     adapter = ExitAdapter.from_target(config, target.model)
+    nn.init.normal_(adapter.layers["2"].self_attn.o_proj.weight, std=0.1)
     texts = generate(target, encode(target, PROMPTS, 64), 12)
     texts = [t._replace(category=str(i % 2)) for i, t in enumerate(texts)]
     head = target.model.lm_head.weight
@@ -262,6 +266,56 @@ def test_training_from_the_command_line(
     assert json.loads(printed) == result
     assert (tmp_path / "eval.json").read_text() == printed
     assert load_adapter_config(out).exit_layer == 2
+
+
+def test_loss_in_chunks_is_the_loss(
+    target: Target, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = generate(target, encode(target, PROMPTS, 64), 12)
+    results = []
+    for rows in (10_000, 7):
+        monkeypatch.setattr(train_cli, "LOGITS_ROWS", rows)
+        config = AdapterConfig.for_model(target.model.config, 2)
+        adapter = ExitAdapter.from_target(config, target.model)
+        history = train_cli.train(
+            target,
+            adapter,
+            texts,
+            epochs=5,
+            peak_rate=1e-3,
+            batch_tokens=1000,
+            seed=0,
+            log=tmp_path / "log.csv",
+        )
+        results.append(([s.loss for s in history], adapter.state_dict()))
+    (losses, weights), (chunk_losses, chunk_weights) = results
+    assert chunk_losses == pytest.approx(losses, abs=2e-4)
+    for name, weight in weights.items():
+        torch.testing.assert_close(chunk_weights[name], weight, rtol=1e-3, atol=1e-4)
+
+
+def test_learning_rate() -> None:
+    rates = [train_cli.learning_rate(i, 1000, i / 1000, 2.0) for i in range(1001)]
+    assert rates[0] == pytest.approx(0.02)
+    assert max(rates) == pytest.approx(2.0, rel=0.03) and rates.index(max(rates)) == 99
+    assert rates[-1] == pytest.approx(0.1)
+    assert all(a > b for a, b in zip(rates[99:], rates[100:], strict=False))
+    # Cut short by time: the end of the cosine comes with the deadline.
+    assert train_cli.learning_rate(300, 1000, 1.0, 2.0) == pytest.approx(0.1)
+
+
+def test_training_ends_in_time(
+    models: dict[str, Path], prompts_file: Path, tmp_path: Path
+) -> None:
+    command = (
+        f"--model {models['llama']} --exit-layer 1 --prompts {prompts_file} --limit 2"
+        f" --out {tmp_path / 'adapter'} --max-new-tokens 2 --minutes 1e-6 --evaluate"
+    )
+    train_cli.main(command.split())
+    report = json.loads((tmp_path / "adapter.json").read_text())
+    assert (report["training"]["steps"], report["training"]["epochs"]) == (1, 1)
+    assert report["evaluation"] == []
+    assert load_adapter_config(tmp_path / "adapter").exit_layer == 1
 
 
 @pytest.mark.parametrize(

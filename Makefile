@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: Apache-2.0
+# make demo    answer chat prompts with speculation on and off
+# make test    every test that needs no GPU
+# make lint    ruff, mypy, typos and the rules of the repository
+# make clean   remove what these leave behind, but for .venv
+#
+# The first three set .venv up where it is missing or out of date, and need no network
+# afterwards. PYTHON=... chooses an interpreter, 3.11 or 3.12; otherwise one is found.
+
+.PHONY: demo test lint clean
+
+PYTHON := python3 python3.12 python3.11
+SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+
+demo: .venv/.installed
+	.venv/bin/python -m spexis_runtime.demo
+
+test: .venv/.installed
+	.venv/bin/python -m pytest
+
+lint: .venv/.installed
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	.venv/bin/mypy
+	.venv/bin/typos
+	.venv/bin/python -m pytest --quiet tests/test_repository.py
+
+clean:
+	rm -rf build dist *.egg-info demo_report.json
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis .benchmarks
+	find spexis_kernels spexis_runtime tests bench -name __pycache__ -prune -exec rm -r {} +
+
+# The stamp is written last: without one, an earlier set-up did not end, and what it left
+# is removed.
+.venv/.installed: requirements.txt pyproject.toml setup.py
+	@set -e; \
+	if [ -e $@ ] && .venv/bin/python -c '$(SUITABLE)'; then \
+	    echo "spexis: bringing .venv up to date"; \
+	    rm $@; \
+	else \
+	    for python in $(PYTHON); do \
+	        ! $$python -c '$(SUITABLE)' 2>/dev/null || break; \
+	        python=; \
+	    done; \
+	    if [ -z "$$python" ]; then \
+	        echo "spexis needs Python 3.11 or 3.12 with its venv module (python3-venv on Debian); found none as: $(PYTHON)" >&2; \
+	        exit 1; \
+	    fi; \
+	    echo "spexis: setting up .venv with $$($$python --version), once; takes some minutes"; \
+	    rm -rf .venv; \
+	    $$python -m venv .venv; \
+	fi; \
+	.venv/bin/python -m pip install --no-deps -r requirements.txt; \
+	.venv/bin/python -m pip install --quiet --no-deps --no-build-isolation -e .; \
+	touch $@

@@ -1,0 +1,420 @@
+# SPDX-License-Identifier: Apache-2.0
+"""vLLM's engine loop over a pipeline without a model, in this process.
+
+Real: the engine core's loop, the scheduler, the KV cache manager, the stages' request
+bookkeeping, the plan of a step, the pool operations, the mapping of results to requests.
+Simulated: a toy model over one paged KV cache, and a drafter that is right at a given
+rate. A KV cell's value depends on every cell before it, so reading a wrong, stale or
+unwritten cell shows in the token sampled.
+
+Stages are FIFO, so each sees the same KV at its step t whenever it runs: a step is run at
+once on all of them, and what it yields is held back, N steps for stage 0 and as long as
+the batch queue does for the host.
+"""
+
+import functools
+import random
+import tempfile
+from collections import deque
+from concurrent.futures import Future
+from typing import Any
+from unittest.mock import MagicMock
+
+import torch
+
+from spexis_runtime import patches
+from spexis_runtime.no_gpu.environment import configure_environment
+
+configure_environment()
+
+import queue  # noqa: E402
+
+import vllm.v1.worker.cpu.shm  # noqa: E402, F401  stand-ins for CUDA streams
+from transformers import LlamaConfig  # noqa: E402
+from vllm import SamplingParams  # noqa: E402
+from vllm.config import VllmConfig  # noqa: E402
+from vllm.engine.arg_utils import EngineArgs  # noqa: E402
+from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+    get_request_block_hasher,
+    init_none_hash,
+    resolve_kv_cache_block_sizes,
+)
+from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
+from vllm.v1.engine.core import EngineCore  # noqa: E402
+from vllm.v1.kv_cache_interface import (  # noqa: E402
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+)
+from vllm.v1.outputs import (  # noqa: E402
+    EMPTY_MODEL_RUNNER_OUTPUT,
+    ModelRunnerOutput,
+)
+from vllm.v1.request import Request  # noqa: E402
+from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
+from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
+from vllm.v1.worker.gpu.sample.output import SamplerOutput  # noqa: E402
+from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
+
+patches.shim_streams()
+
+from spexis_kernels import (  # noqa: E402
+    INVALID_TOKEN,
+    PAD_SLOT_ID,
+    PREFILL,
+    RequestPool,
+    Rows,
+    absorb,
+    store_drafts,
+    verify,
+)
+from spexis_runtime.config import SpexisConfig  # noqa: E402
+from spexis_runtime.iteration_log import RowCounts  # noqa: E402
+from spexis_runtime.model_runner import SpexisModelRunner  # noqa: E402
+from spexis_runtime.results import SpexisOutput  # noqa: E402
+from spexis_runtime.scheduler import SpexisScheduler  # noqa: E402
+from spexis_runtime.step_plan import plan_step  # noqa: E402
+
+BLOCK = 4  # tokens in a KV block
+VOCAB = 50
+STOP = 0  # the token that ends a request
+MAX_MODEL_LEN = 48
+MAX_NUM_SEQS = 5
+MAX_NUM_BATCHED_TOKENS = 12
+UNWRITTEN = -1
+
+
+# ---- the toy model -------------------------------------------------------------------
+def kv_cell(token: int, before: list[int]) -> int:
+    return hash((token, *before))
+
+
+def kv_of(tokens: list[int]) -> list[int]:
+    """What the cells of a prefix must hold."""
+    cells: list[int] = []
+    for token in tokens:
+        cells.append(kv_cell(token, cells))
+    return cells
+
+
+def next_token(cells: list[int]) -> int:
+    return hash(tuple(cells)) % VOCAB
+
+
+def true_output(prompt: list[int], max_tokens: int) -> list[int]:
+    cells, output = kv_of(prompt), []
+    while len(output) < max_tokens and STOP not in output[-1:]:
+        if len(cells) >= MAX_MODEL_LEN:
+            break
+        output.append(next_token(cells))
+        cells.append(kv_cell(output[-1], cells))
+    return output
+
+
+# ---- the stages ----------------------------------------------------------------------
+class HostRequestState(RequestState):
+    def apply_staged_writes(self) -> None:
+        """What vLLM stages for the device is not read here."""
+
+
+class BlockTables:
+    def __init__(self) -> None:
+        self.of_slot: dict[int, list[int]] = {}
+
+    def append_block_ids(
+        self, slot: int, block_ids: tuple[list[int], ...], overwrite: bool
+    ) -> None:
+        old = [] if overwrite else self.of_slot[slot]
+        self.of_slot[slot] = [*old, *block_ids[0]]
+
+
+class Stage(SpexisModelRunner):
+    """The runner's bookkeeping of requests and rows, without anything of a model."""
+
+    def __init__(self, vllm_config: VllmConfig, *, is_first: bool):
+        self.is_first_pp_rank, self.is_last_pp_rank = is_first, False  # no sampler
+        self.spexis_config = SpexisConfig.from_additional_config(
+            vllm_config.additional_config
+        )
+        self.num_stages = vllm_config.parallel_config.pipeline_parallel_size
+        self.max_num_reqs = MAX_NUM_SEQS
+        self.device = torch.device("cpu")
+        self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, "cpu")
+        self.req_states = HostRequestState(
+            self.max_num_reqs, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, 0, VOCAB, self.device
+        )
+        self.block_tables = BlockTables()
+        self.step = 0
+        self.sampler = self.encoder_cache = None
+        self.pp_handler = self.prompt_logprobs_worker = None
+        self.model_state, self.lora_state = MagicMock(), MagicMock()
+
+
+def int32(values: list[int]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+class ToyPipeline:
+    """Takes the place of the executor: all stages, and the model."""
+
+    def __init__(
+        self, vllm_config: VllmConfig, num_blocks: int, theta: float, rng: random.Random
+    ):
+        self.first = Stage(vllm_config, is_first=True)
+        self.last = Stage(vllm_config, is_first=False)
+        self.theta, self.rng = theta, rng
+        self.kv = [UNWRITTEN] * (num_blocks * BLOCK)
+        nothing = Rows(*(int32([]) for _ in Rows._fields)), int32([])
+        self.results = deque([nothing] * self.first.num_stages)  # to stage 0
+        self.nothing = nothing
+        self.prefill_tokens: dict[str, list[int]] = {}  # request -> tokens at admission
+        self.output: SpexisOutput | None = None
+        self.accepted_drafts = self.rejected_drafts = self.waited = 0
+
+    def execute_model(self, so: SchedulerOutput, non_block: bool) -> Future[Any]:
+        assert non_block
+        first, last = self.first, self.last
+        for stage in (first, last):
+            stage.step += 1
+            stage.plan = plan_step(
+                so, stage.req_states, stage.spexis_config, stage.num_stages
+            )
+        assert first.plan[:3] == last.plan[:3]
+        absorb(first.pool, *self.results.popleft())
+        self.results.append(self.nothing)
+        for stage in (first, last):
+            stage.finish_requests(so)
+            stage.add_requests(so)
+            stage.update_requests(so)
+        assert first.check_integrity() == last.check_integrity(), "slots differ"
+        self.empty_new_blocks(so)
+        future: Future[Any] = Future()
+        if first.plan.scheduler_output.total_num_scheduled_tokens:
+            self.run(so)
+            future.set_result(None)
+        else:
+            future.set_result(EMPTY_MODEL_RUNNER_OUTPUT)
+        return future
+
+    def empty_new_blocks(self, so: SchedulerOutput) -> None:
+        cached = so.scheduled_cached_reqs
+        blocks = [ids[0] for ids in cached.new_block_ids if ids is not None]
+        for new in so.scheduled_new_reqs:
+            self.prefill_tokens[new.req_id] = list(new.prefill_token_ids)
+            blocks.append(new.block_ids[0][new.num_computed_tokens // BLOCK :])
+        for block in [b for ids in blocks for b in ids]:
+            self.kv[block * BLOCK : (block + 1) * BLOCK] = [UNWRITTEN] * BLOCK
+
+    def run(self, so: SchedulerOutput) -> None:
+        """Feed, run the toy model over the rows, draft, verify."""
+        first, last, plan = self.first, self.last, self.first.plan
+        decode = first.feed()
+        slot_of = first.req_states.req_id_to_index
+        read: dict[int, list[int]] = {}  # slot -> cells that its row attends to
+
+        limits = {slot_of[i]: limit for i, limit in plan.decode_limits.items()}
+        for slot, position, token in zip(
+            decode.slots.tolist(),
+            decode.positions.tolist(),
+            decode.tokens.tolist(),
+            strict=True,
+        ):
+            if slot != PAD_SLOT_ID:
+                assert position < limits[slot], "fed at or beyond the host's limit"
+                read[slot] = self.write(slot, position, [token])
+        self.waited += len(limits) - len(read)
+        # in the host's order: a request may hit blocks that one before it is writing
+        for request_id in so.num_scheduled_tokens:
+            if request_id in plan.prefill_ends:
+                end = plan.prefill_ends[request_id]
+                start = end - so.num_scheduled_tokens[request_id]
+                tokens = self.prefill_tokens[request_id][start:end]
+                slot = slot_of[request_id]
+                read[slot] = self.write(slot, start, tokens)
+
+        slots = [slot_of[i] for i in plan.prefill_ends]
+        ends = int32(list(plan.prefill_ends.values()))
+        prefill = Rows(
+            slots=int32(slots),
+            generations=first.pool.generation[slots],
+            positions=ends - 1,
+            tokens=int32(
+                [self.prefill_tokens[i][e - 1] for i, e in plan.prefill_ends.items()]
+            ),
+            kinds=int32([PREFILL] * len(slots)),
+        )
+        first.pool.head[slots] = ends
+        first.pool.last_fed[slots] = first.step
+        rows = Rows(*map(torch.cat, zip(decode, prefill, strict=True)))
+        cells = [read.get(slot, []) for slot in rows.slots.tolist()]
+        self.draft(rows, cells)
+        sampled = int32([next_token(row) for row in cells])
+        accepted = verify(last.pool, rows, sampled)
+        self.results[-1] = rows, accepted
+        counts = RowCounts.count(last.pool, rows, accepted)
+        self.report(decode, accepted, counts)
+
+    def write(self, slot: int, position: int, tokens: list[int]) -> list[int]:
+        """Write the KV of `tokens` from `position` on; returns the prefix's cells."""
+        table = self.first.block_tables.of_slot[slot]
+        assert position + len(tokens) <= len(table) * BLOCK, "fed past the blocks"
+        flat = [block * BLOCK + i for block in table for i in range(BLOCK)]
+        for token in tokens:
+            before = [self.kv[cell] for cell in flat[:position]]
+            self.kv[flat[position]] = kv_cell(token, before)
+            position += 1
+        return [self.kv[cell] for cell in flat[:position]]
+
+    def draft(self, rows: Rows, cells: list[list[int]]) -> None:
+        """The exit head: right with rate theta, and more confident when right."""
+        rng, tokens, confidence = self.rng, [], []
+        for row in cells:
+            hit = rng.random() < self.theta
+            tokens.append(next_token(row) if hit else rng.randrange(VOCAB))
+            confidence.append(rng.uniform(*((0.5, 1.0) if hit else (0.0, 0.8))))
+        store_drafts(self.first.pool, rows, int32(tokens), torch.tensor(confidence))
+
+    def report(
+        self, decode: Rows, accepted: torch.Tensor, counts: torch.Tensor
+    ) -> None:
+        plan, slot_of = self.first.plan, self.first.req_states.req_id_to_index
+        counted = RowCounts(*counts.tolist())
+        self.accepted_drafts += counted.accepted_drafts
+        self.rejected_drafts += counted.drafts_after_valid - counted.accepted_drafts
+        req_ids = list(plan.scheduler_output.num_scheduled_tokens)
+        stream = torch.cuda.current_stream()
+        sampled = accepted.clamp(min=0).long().unsqueeze(1)
+        output = AsyncOutput(
+            ModelRunnerOutput(req_ids, {}),
+            SamplerOutput(sampled, None, None, None),
+            (accepted != INVALID_TOKEN).int(),
+            stream,
+            stream,
+        )
+        decode_requests = {slot_of[i]: i for i in plan.decode_limits}
+        self.output = SpexisOutput(
+            output, decode.slots, decode_requests, counts, stream, stream
+        )
+
+    def sample_tokens(self, grammar_output: None, non_block: bool) -> Future[Any]:
+        future: Future[Any] = Future()
+        assert self.output is not None
+        future.set_result(self.output.get_output())
+        return future
+
+
+# ---- the engine ----------------------------------------------------------------------
+@functools.cache
+def make_config(num_stages: int) -> VllmConfig:
+    """vLLM's config for a pipeline over a model of which only the config exists."""
+    with tempfile.TemporaryDirectory() as model:
+        LlamaConfig(
+            architectures=["LlamaForCausalLM"],
+            vocab_size=VOCAB,
+            hidden_size=32,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            num_hidden_layers=4,
+        ).save_pretrained(model)
+        return EngineArgs(
+            model=model,
+            skip_tokenizer_init=True,
+            load_format="dummy",
+            dtype="float32",
+            pipeline_parallel_size=num_stages,
+            distributed_executor_backend="mp",
+            async_scheduling=True,
+            max_num_seqs=MAX_NUM_SEQS,
+            max_model_len=MAX_MODEL_LEN,
+            max_num_batched_tokens=MAX_NUM_BATCHED_TOKENS,
+            block_size=BLOCK,
+            enable_prefix_caching=True,
+        ).create_engine_config()
+
+
+class ToyEngine(EngineCore):
+    """vLLM's engine core over a ToyPipeline: its loop, its scheduler, no processes."""
+
+    def __init__(
+        self,
+        num_stages: int,
+        *,
+        scheduler_cls: type[SpexisScheduler] = SpexisScheduler,
+        num_blocks: int = 200,
+        theta: float = 1.0,
+        row_budget: int | str = "auto",
+        log_dir: str | None = None,
+        seed: int = 0,
+    ):
+        config = self.vllm_config = make_config(num_stages)
+        config.additional_config = SpexisConfig(
+            exit_model="toy", row_budget=row_budget, log_dir=log_dir
+        ).to_additional_config()
+        config.cache_config.num_gpu_blocks = num_blocks
+        spec = FullAttentionSpec(
+            block_size=BLOCK, num_kv_heads=2, head_size=8, dtype=torch.float32
+        )
+        kv_cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["layer"], spec)])
+        block_size, hash_block_size = resolve_kv_cache_block_sizes(kv_cache, config)
+        self.scheduler: SpexisScheduler = scheduler_cls(
+            vllm_config=config,
+            kv_cache_config=kv_cache,
+            structured_output_manager=StructuredOutputManager(config),
+            block_size=block_size,
+            hash_block_size=hash_block_size,
+        )
+        self.pipeline = self.model_executor = ToyPipeline(
+            config, num_blocks, theta, random.Random(seed)
+        )
+        self.batch_queue_size = config.max_concurrent_batches
+        self.batch_queue = deque(maxlen=self.batch_queue_size)
+        self.is_ec_consumer, self.is_pooling_model, self.log_stats = True, False, False
+        self.aborts_queue: queue.Queue[list[str]] = queue.Queue()
+        init_none_hash(hash)
+        self.hasher = get_request_block_hasher(hash_block_size, lambda x: str(x).encode())
+        self.requests: dict[str, Request] = {}
+        self.outputs: dict[str, list[int]] = {}  # as the user gets them
+        self.live: set[str] = set()
+        self.num_steps = 0
+
+    def submit(self, prompt: list[int], max_tokens: int, **params: Any) -> str:
+        request_id = f"request-{len(self.requests)}"
+        request = Request(
+            request_id,
+            prompt,
+            SamplingParams(max_tokens=max_tokens, stop_token_ids=[STOP], **params),
+            None,
+            block_hasher=self.hasher,
+        )
+        self.requests[request_id], self.outputs[request_id] = request, []
+        self.live.add(request_id)
+        self.scheduler.add_request(request)
+        return request_id
+
+    def abort(self, request_id: str, *, in_flight: bool) -> None:
+        """At once, or while the next result is waited for."""
+        self.live.discard(request_id)
+        if in_flight:
+            self.aborts_queue.put([request_id])
+        else:
+            self.abort_requests([request_id])
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.has_requests() or bool(self.batch_queue)
+
+    def step(self) -> dict[str, list[int]]:
+        """One round of vLLM's loop; returns the new tokens by request."""
+        outputs, _ = self.step_with_batch_queue()
+        self.num_steps += 1
+        new = {}
+        for output in (o for eco in (outputs or {}).values() for o in eco.outputs):
+            new[output.request_id] = output.new_token_ids
+            self.outputs[output.request_id] += output.new_token_ids
+            if output.finish_reason is not None:
+                self.live.discard(output.request_id)
+        return new
+
+    def expected(self, request_id: str) -> list[int]:
+        request = self.requests[request_id]
+        return true_output(list(request.prompt_token_ids), request.max_tokens)

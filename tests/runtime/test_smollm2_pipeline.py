@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SmolLM2-135M over two stages with its shipped adapter: a real model, real text."""
+
+import pytest
+from conftest import shut_down
+from vllm import SamplingParams
+
+from spexis_runtime.demo import ADAPTER
+from spexis_runtime.demo_prompts import DEMO_PROMPTS
+from spexis_runtime.iteration_log import acceptance, read_iterations
+from spexis_runtime.tools.smollm2 import ensure_smollm2
+
+CHATS = [[{"role": "user", "content": prompt}] for prompt in DEMO_PROMPTS[:6]]
+PARAMS = [
+    SamplingParams(temperature=0, max_tokens=48),  # some end by EOS
+    SamplingParams(temperature=0, max_tokens=48, stop=[" and"]),
+    SamplingParams(temperature=0, max_tokens=48, stop=[". "], min_tokens=8),
+    SamplingParams(temperature=0, max_tokens=1),
+    SamplingParams(temperature=0.8, seed=3, max_tokens=32, top_p=0.9),
+    SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.3, logprobs=2),
+]
+GREETINGS = [
+    [{"role": "user", "content": text}]
+    for text in ("Say yes.", "What is 2 + 2?", "Name one fruit.", "Hello!")
+]
+
+
+def answers(llm) -> list:
+    outputs = [*llm.chat(CHATS, PARAMS, use_tqdm=False)]
+    outputs += llm.chat(GREETINGS, PARAMS[0], use_tqdm=False)
+    return [
+        (
+            list(o.outputs[0].token_ids),
+            o.outputs[0].text,
+            o.outputs[0].finish_reason,
+            [sorted(position) for position in o.outputs[0].logprobs or []],
+        )
+        for o in outputs
+    ]
+
+
+@pytest.fixture(scope="module")
+def both(start):
+    """(answer without speculation, with speculation), and the log of the latter."""
+    model = ensure_smollm2(dtype="float32")
+    options = dict(pipeline_parallel_size=2, max_model_len=512, max_num_seqs=4)
+    plain = start(model, **options)
+    expected = answers(plain)
+    shut_down(plain)
+    llm = start(model, exit_model=ADAPTER, **options)
+    return expected, answers(llm), read_iterations(llm.spexis_config.log_dir)
+
+
+def test_answers_are_those_of_plain_pp(both):
+    expected, got, _ = both
+    assert got == expected
+
+
+def test_the_cases_are_what_they_are_meant_to_be(both):
+    """Ends by EOS, by a stop string and by length are all among the answers."""
+    expected, _, _ = both
+    assert {answer[2] for answer in expected} == {"stop", "length"}
+    assert not expected[1][1].count(" and"), "a stop string is not part of the text"
+    assert expected[1][2] == expected[2][2] == "stop"
+    assert any(answer[2] == "stop" for answer in expected[6:]), "none ends by EOS"
+    assert len(expected[3][0]) == 1
+    assert len(expected[5][3]) == len(expected[5][0]) > 1, "logprobs of every token"
+
+
+def test_trained_drafts_are_accepted(both):
+    assert acceptance(both[2]) > 0.3

@@ -1,0 +1,81 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A stage that dies or raises ends in an exception, in seconds, with nothing left over."""
+
+import os
+import signal
+import threading
+import time
+
+import psutil
+import pytest
+from conftest import shut_down
+from models import make_adapter, make_model
+from vllm import SamplingParams
+
+PROMPTS = [{"prompt_token_ids": [1, 5 + i, 9]} for i in range(4)]
+LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
+SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
+
+
+def stage_pid(worker) -> int:
+    return os.getpid()
+
+
+def raise_at_next_step(worker) -> None:
+    def fail(*args, **kwargs):
+        raise RuntimeError("made to fail")
+
+    if worker.model_runner.is_first_pp_rank:
+        worker.model_runner.execute_model = fail
+
+
+def processes() -> set[int]:
+    """Everything this test process started, and whatever Ray runs on the machine."""
+    mine = {p.pid for p in psutil.Process().children(recursive=True)}
+    for process in psutil.process_iter(["cmdline"]):
+        command = " ".join(process.info["cmdline"] or [])
+        if "raylet" in command or "gcs_server" in command or "ray::" in command:
+            mine.add(process.pid)
+    return mine
+
+
+@pytest.fixture
+def llm(start, tmp_path_factory):
+    tmp = tmp_path_factory.mktemp("models")
+    model = make_model("llama", tmp)
+    return start(
+        model,
+        exit_model=make_adapter(model, 2, tmp),
+        pipeline_parallel_size=2,
+        skip_tokenizer_init=True,
+    )
+
+
+def kill_first(llm) -> None:
+    os.kill(llm.collective_rpc(stage_pid)[0], signal.SIGKILL)
+
+
+def kill_last_in_a_moment(llm) -> None:
+    pid = llm.collective_rpc(stage_pid)[-1]
+    threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def raise_in_first(llm) -> None:
+    llm.collective_rpc(raise_at_next_step)
+
+
+@pytest.mark.parametrize("break_it", [kill_first, kill_last_in_a_moment, raise_in_first])
+def test_generate_raises_and_nothing_stays(start, llm, break_it):
+    before = processes()
+    llm.generate(PROMPTS, SHORT, use_tqdm=False)
+    break_it(llm)
+    begin = time.monotonic()
+    with pytest.raises(Exception, match="(?i)engine|executor|worker"):
+        llm.generate(PROMPTS, LONG, use_tqdm=False)
+    assert time.monotonic() - begin < 30
+    shut_down(llm)
+    deadline = time.monotonic() + 20
+    while (left := processes() & before) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    left = {pid for pid in left if "resource_tracker" not in " ".join(psutil.Process(pid).cmdline())}
+    assert not left, f"processes left over: {left}"

@@ -1,0 +1,96 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Speculation changes no token: against plain vLLM over the same pipeline, in fp32."""
+
+from typing import Any, NamedTuple
+
+import pytest
+import worker_probes
+from conftest import shut_down
+from driver import Run, differing, run
+from models import make_adapter, make_model, make_requests
+
+
+class Setup(NamedTuple):
+    family: str
+    num_stages: int
+    exit_layer: int
+    num_layers: int
+    num_gpu_blocks: int  # small: requests get preempted
+
+
+SETUPS = [
+    Setup("llama", 2, 2, 4, 25),
+    Setup("qwen2", 3, 1, 5, 400),
+    Setup("qwen3", 4, 2, 6, 25),
+]
+
+
+class Pipeline(NamedTuple):
+    llm: Any
+    setup: Setup
+    requests: list
+    expected: dict[int, list[int]]
+    records: list
+
+
+@pytest.fixture(scope="module", params=SETUPS, ids=lambda s: f"{s.family}-{s.num_stages}")
+def pipeline(request, start, tmp_path_factory) -> Pipeline:
+    setup, tmp = request.param, tmp_path_factory.mktemp("models")
+    model = make_model(setup.family, tmp, setup.num_layers)
+    options = dict(
+        pipeline_parallel_size=setup.num_stages,
+        skip_tokenizer_init=True,
+        num_gpu_blocks_override=setup.num_gpu_blocks,
+    )
+    requests = make_requests()
+    plain = start(model, **options)
+    expected = run(plain, requests).outputs
+    shut_down(plain)
+    assert len({t for output in expected.values() for t in output}) > 200, "too tame"
+    llm = start(model, exit_model=make_adapter(model, setup.exit_layer, tmp), **options)
+    llm.collective_rpc(worker_probes.poison_new_blocks)
+    records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
+    return Pipeline(llm, setup, requests, expected, records)
+
+
+def speculate(pipeline: Pipeline, theta: float, rows: dict | None = None, **how) -> Run:
+    rpc = pipeline.llm.collective_rpc
+    rpc(worker_probes.stub_drafts, args=(pipeline.records, theta))
+    rpc(worker_probes.set_rows, kwargs=rows or {})
+    result = run(pipeline.llm, pipeline.requests, **how)
+    states = rpc("check_integrity")
+    assert all(state == states[0] for state in states), "slot numbers differ"
+    assert result.iterations[-1]["kv_blocks_used"] == 0
+    assert min(rpc(worker_probes.poisoned_blocks)) > 0
+    return result
+
+
+@pytest.mark.parametrize(
+    "theta, rows, how",
+    [
+        (1.0, {}, {}),
+        (0.0, {}, {}),
+        (0.6, {}, dict(staggered=True)),
+        (0.8, dict(row_budget=4), dict(seed=1)),
+        (0.5, dict(row_budget=6), dict(seed=2, staggered=True)),
+        (0.7, dict(drop_ratio=0.5), dict(seed=3)),
+        (0.7, dict(drop_ratio=0.15), dict(seed=4, staggered=True)),
+        (0.6, {}, dict(seed=5, abort_rate=0.06)),
+        (0.4, dict(row_budget=4), dict(seed=6, abort_rate=0.06, staggered=True)),
+    ],
+)
+def test_tokens_equal_plain(pipeline, theta, rows, how):
+    result = speculate(pipeline, theta, rows, **how)
+    assert differing(result, pipeline.expected) == []
+    drafts, accepted = result.total("draft_rows"), result.total("accepted_drafts")
+    if theta == 0:
+        assert accepted == 0 < drafts
+    if theta == 1 and not result.preemptions:
+        assert accepted == result.total("drafts_after_valid") > 0
+    if how.get("abort_rate"):
+        assert result.aborted
+    elif pipeline.setup.num_gpu_blocks < 100:
+        assert result.preemptions > 0, "the KV cache was meant to be too small"
+    if "row_budget" in rows:
+        most = max(i["normal_rows"] + i["draft_rows"] for i in result.iterations)
+        assert most <= rows["row_budget"]

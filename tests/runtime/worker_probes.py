@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What tests change inside the stages; run there by `LLM.collective_rpc`."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from spexis_kernels.pool import Rows
+from spexis_runtime.exit_head import Drafts
+
+Records = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt, greedy output)
+
+
+class StubDrafter:
+    """Drafts from recorded outputs, right at a given rate, with a matching confidence.
+
+    The exit head still runs, as a hook of the model; only its drafts are replaced.
+    """
+
+    def __init__(self, runner: Any, records: Records, theta: float, seed: int):
+        self.runner = runner
+        self.texts = {tuple(p): [*p, *o] for p, o in records}
+        self.theta = theta
+        self.random = random.Random(seed)
+
+    def propose(self, logits_indices: torch.Tensor, rows: Rows) -> Drafts:
+        drafted = [
+            self.draft(slot, position + 1) if slot >= 0 else (0, 0.0)
+            for slot, position in zip(
+                rows.slots.tolist(), rows.positions.tolist(), strict=True
+            )
+        ]
+        tokens, confidence = zip(*drafted, strict=True)
+        return Drafts(
+            torch.tensor(tokens, dtype=torch.int32),
+            torch.tensor(confidence, dtype=torch.float32),
+        )
+
+    def draft(self, slot: int, position: int) -> tuple[int, float]:
+        states = self.runner.req_states
+        prompt = states.all_token_ids.gpu[slot, : states.prompt_len.np[slot]]
+        text = self.texts[tuple(prompt.tolist())]
+        token = text[position] if position < len(text) else 5
+        if self.random.random() < self.theta:
+            return token, self.random.uniform(0.5, 1.0)
+        return (token + 1 + position % 7) % self.runner.vocab_size, self.random.uniform(
+            0.0, 0.8
+        )
+
+
+def stub_drafts(worker: Any, records: Records, theta: float, seed: int = 0) -> None:
+    """From now on stage 0 drafts from `records`."""
+    runner = worker.model_runner
+    if runner.is_first_pp_rank:
+        runner.drafter = StubDrafter(runner, records, theta, seed)
+
+
+def set_rows(worker: Any, row_budget: Any = "auto", drop_ratio: Any = None) -> None:
+    """Another row budget or drop ratio, without a restart."""
+    runner = worker.model_runner
+    runner.spexis_config = dataclasses.replace(
+        runner.spexis_config, row_budget=row_budget, drop_ratio=drop_ratio
+    )
+
+
+def poison_new_blocks(worker: Any) -> None:
+    """From now on a KV block that a request is given holds NaN until it is written.
+
+    Rows of the block's last owner that are still in flight have passed this stage by
+    then, as stages are FIFO. Blocks from the prefix cache are left alone.
+    """
+    runner = worker.model_runner
+    if hasattr(runner, "poisoned"):
+        return
+    runner.poisoned = 0
+    add_requests, update_requests = runner.add_requests, runner.update_requests
+
+    def poison(block_ids: Sequence[int]) -> None:
+        runner.poisoned += len(block_ids)
+        for cache in runner.kv_caches:
+            cache[list(block_ids)] = float("nan")
+
+    def add(scheduler_output: Any) -> None:
+        block_size = runner.block_tables.block_sizes[0]
+        for new in scheduler_output.scheduled_new_reqs:
+            poison(new.block_ids[0][-(-new.num_computed_tokens // block_size) :])
+        add_requests(scheduler_output)
+
+    def update(scheduler_output: Any) -> None:
+        for new_blocks in scheduler_output.scheduled_cached_reqs.new_block_ids:
+            if new_blocks is not None:
+                poison(new_blocks[0])
+        update_requests(scheduler_output)
+
+    runner.add_requests, runner.update_requests = add, update
+
+
+def poisoned_blocks(worker: Any) -> int:
+    return worker.model_runner.poisoned
+
+
+def longest_wait(worker: Any) -> int:
+    """Most steps that a request which could be fed has gone without a row, so far."""
+    return getattr(worker.model_runner, "longest_wait", 0)
+
+
+def watch_waits(worker: Any) -> None:
+    """Keep `longest_wait`, on stage 0."""
+    runner = worker.model_runner
+    if not runner.is_first_pp_rank:
+        return
+    if not hasattr(runner, "longest_wait"):
+        feed = runner.feed
+
+        def watched() -> Rows:
+            pool = runner.pool
+            rows = feed()
+            normal = (pool.limit > 0) & (pool.head < pool.known_len)
+            waits = runner.step - pool.last_fed[normal]
+            runner.longest_wait = max([runner.longest_wait, *waits.tolist()])
+            return rows
+
+        runner.feed = watched
+    runner.longest_wait = 0

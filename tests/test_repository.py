@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What holds for the files of the repository, whatever they compute."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+import tarfile
+import tomllib
+import zipfile
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pre_commit.languages import pygrep
+
+import spexis_runtime
+from spexis_runtime.adapter import load_adapter_config
+from spexis_runtime.versions import RAY_SERIES, VLLM_VERSION
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("spexis_kernels", "spexis_runtime")
+MAX_LINES = 450  # of a file of the packages; 400 is what to aim at
+MAX_WEIGHT_BYTES = 16 << 20
+
+PYTHON_FILES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in [
+        *ROOT.glob("*.py"),
+        *(
+            path
+            for top in (*PACKAGES, "tests", "bench")
+            for path in (ROOT / top).rglob("*.py")
+        ),
+    ]
+)
+PYPROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PYGREP_HOOKS = {
+    hook["id"]: hook
+    for repo in yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"]
+    for hook in repo["hooks"]
+    if hook["language"] == "pygrep"
+}
+
+
+def grep(hook: dict[str, Any], files: list[str]) -> int:
+    """Run a pygrep hook of pre-commit; nonzero where it complains."""
+    return pygrep.main([*hook.get("args", []), hook["entry"], *files])
+
+
+@pytest.mark.parametrize("hook", PYGREP_HOOKS)
+def test_rules_of_the_source(
+    hook: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    rule = PYGREP_HOOKS[hook]
+    files = [
+        path
+        for path in PYTHON_FILES
+        if re.search(rule.get("files", ""), path)
+        and not re.search(rule.get("exclude", "^$"), path)
+    ]
+    assert files
+    monkeypatch.chdir(ROOT)
+    assert grep(rule, files) == 0, capfd.readouterr().out
+
+
+SPDX = "# SPDX-License-Identifier: Apache-2.0\n"
+
+
+@pytest.mark.parametrize(
+    ("hook", "source", "complains"),
+    [
+        ("spdx", SPDX + "x = 1\n", False),
+        ("spdx", SPDX, False),
+        ("spdx", "", True),
+        ("spdx", "x = 1\n" + SPDX, True),
+        ("no-host-sync", "return loss.items()\n", False),
+        ("no-host-sync", "return loss.item()\n", True),
+        ("no-host-sync", "return x.cpu()\n", True),
+        ("no-host-sync", "torch.cuda.synchronize()\n", True),
+        ("no-block-ptr", "tl.make_tensor_descriptor(x)\n", False),
+        ("no-block-ptr", "tl.make_block_ptr(x)\n", True),
+    ],
+)
+def test_rules_can_fail(
+    hook: str, source: str, complains: bool, tmp_path: Path
+) -> None:
+    path = tmp_path / "source.py"
+    path.write_text(source)
+    assert bool(grep(PYGREP_HOOKS[hook], [str(path)])) == complains
+
+
+def test_files_are_short() -> None:
+    lines = {
+        path: len((ROOT / path).read_text().splitlines())
+        for path in PYTHON_FILES
+        if path.startswith(PACKAGES)
+    }
+    assert {path: n for path, n in lines.items() if n > MAX_LINES} == {}
+    assert len(lines) > 20
+
+
+def test_every_test_is_collected() -> None:
+    """Functions `test_*` outside `tests/**/test_*.py` would never run."""
+    stray, found = [], 0
+    for path in PYTHON_FILES:
+        tests = [
+            node.name
+            for node in ast.walk(ast.parse((ROOT / path).read_text()))
+            if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+        ]
+        found += len(tests)
+        if tests and not re.fullmatch(r"tests/(.*/)?test_\w+\.py", path):
+            stray.append(path)
+    assert stray == []
+    assert found > 50
+
+
+# ---- versions ---------------------------------------------------------------------
+def pins(lines: list[str]) -> dict[str, str]:
+    """Name to version, of the lines that pin one."""
+    found = (re.match(r"([\w.-]+)==([^\s;]+)", line) for line in lines)
+    return {match[1].lower(): match[2] for match in found if match}
+
+
+def test_versions_agree() -> None:
+    project = PYPROJECT["project"]
+    assert project["version"] == spexis_runtime.__version__
+    changelog = (ROOT / "CHANGELOG.md").read_text()
+    newest = re.search(r"^## \[(\d[^\]]*)\]", changelog, re.MULTILINE)
+    assert newest and newest[1] == spexis_runtime.__version__
+    assert f"| {newest[1]} | {VLLM_VERSION} | {RAY_SERIES}" in changelog
+
+    runtime = pins(project["dependencies"])
+    assert runtime["vllm"] == VLLM_VERSION
+    assert runtime["ray"].startswith(RAY_SERIES)
+    dev = pins(project["optional-dependencies"]["dev"])
+    assert len(dev) == len(project["optional-dependencies"]["dev"])
+    lock = pins((ROOT / "requirements.txt").read_text().splitlines())
+    assert {name: lock.get(name) for name in runtime | dev} == runtime | dev
+
+
+def test_lock_is_complete() -> None:
+    """It is installed without resolving, so what it lacks would not be there."""
+    done = subprocess.run(
+        [sys.executable, "-m", "pip", "check"], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stdout
+
+
+# ---- what is shipped --------------------------------------------------------------
+@pytest.mark.parametrize("group", ["vllm.platform_plugins", "vllm.general_plugins"])
+def test_entry_points(group: str) -> None:
+    assert callable(entry_points(group=group)["spexis"].load())
+
+
+def test_shipped_adapters() -> None:
+    for adapter in (ROOT / "spexis_runtime" / "adapters").glob("*"):
+        config = load_adapter_config(adapter)
+        assert adapter.name.endswith(f"-layer{config.exit_layer}")
+        assert (
+            (adapter / "README.md").read_text().startswith("---\nlicense: apache-2.0")
+        )
+        size = sum(path.stat().st_size for path in adapter.iterdir())
+        assert size < MAX_WEIGHT_BYTES
+
+
+def test_distributions(tmp_path: Path) -> None:
+    """sdist and wheel hold both packages with the adapters' files, and no tests."""
+    source = tmp_path / "source"
+    for name in (*PACKAGES, "tests"):
+        shutil.copytree(
+            ROOT / name,
+            source / name,
+            ignore=shutil.ignore_patterns("__pycache__", "adapters"),
+        )
+    for name in ("pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    adapter = source / "spexis_runtime/adapters/some-layer1"
+    adapter.mkdir(parents=True)
+    data = ("README.md", "config.json", "model.safetensors")
+    for name in data:
+        (adapter / name).touch()
+
+    def build(folder: Path, kind: str) -> Path:
+        call = f"build_meta.build_{kind}({str(tmp_path)!r})"
+        done = subprocess.run(
+            [sys.executable, "-c", f"from setuptools import build_meta; {call}"],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode == 0, done.stderr
+        (path,) = tmp_path.glob({"sdist": "*.tar.gz", "wheel": "*.whl"}[kind])
+        return path
+
+    sdist = build(source, "sdist")
+    stem = sdist.name.removesuffix(".tar.gz")
+    with tarfile.open(sdist) as archive:
+        in_sdist = {name.removeprefix(f"{stem}/") for name in archive.getnames()}
+        archive.extractall(tmp_path / "unpacked", filter="data")
+    with zipfile.ZipFile(build(tmp_path / "unpacked" / stem, "wheel")) as archive:
+        in_wheel = set(archive.namelist())
+
+    expected = {path for path in PYTHON_FILES if path.startswith(PACKAGES)}
+    expected |= {f"spexis_runtime/adapters/some-layer1/{name}" for name in data}
+    assert expected - in_sdist == set()
+    assert {name for name in in_wheel if ".dist-info/" not in name} == expected
+    assert f"{stem}.dist-info/licenses/LICENSE" in in_wheel
+    assert {name for name in in_sdist if name.startswith("tests")} == set()
