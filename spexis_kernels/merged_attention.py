@@ -21,6 +21,7 @@ output of a request, bit for bit, does not depend on the rest of the batch.
 Not handled: ALiBi, sinks, non-causal masks, scales of an fp8 cache finer than a tensor.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -160,7 +161,8 @@ def merged_attention(
         seq_lens: [num_reqs] int32, contiguous: tokens of the request, this step's
             included. 0: a void request, whose rows are not read and write nothing.
         slot_mapping: [T] int64, contiguous: block * block_size + offset of a token,
-            distinct, or PAD_SLOT_ID: not written. None only without key and value.
+            distinct, or PAD_SLOT_ID: not written. No other request may read a slot that
+            this call writes. None only without key and value.
         max_query_len: at least the rows of the longest request. Up to 1, the program
             for prefill chunks is left out.
         scale: factor of q . k.
@@ -309,10 +311,13 @@ def merged_attention_reference(
 ) -> MergedAttentionResult:
     """`merged_attention` in plain torch, in fp32, one request at a time."""
     group = query.shape[1] // key_cache.shape[2]
-    req_of_row = torch.arange(len(seq_lens), device=query.device).repeat_interleave(
-        query_start_loc.diff()
+    starts, lens = query_start_loc.tolist(), seq_lens.tolist()
+    rows_of = [range(*pair) for pair in itertools.pairwise(starts)]
+    live = torch.tensor(
+        [row for rows, n in zip(rows_of, lens, strict=True) if n for row in rows],
+        dtype=torch.int64,
+        device=query.device,
     )
-    live = (seq_lens[req_of_row] > 0).nonzero()[:, 0]
     q_weight, k_weight, eps = qk_norm or (None, None, 0.0)
     q = torch.zeros(query.shape, device=query.device)
     q[live] = load_rows_reference(query, q_weight, eps, rotary, live).float()
@@ -327,8 +332,7 @@ def merged_attention_reference(
         slots[live] = slot_mapping[live]
         result = result._replace(key=new_key, value=new_value, slots=slots)
 
-    starts = query_start_loc.tolist()
-    for req, seq_len in enumerate(seq_lens.tolist()):
+    for req, seq_len in enumerate(lens):
         rows = slice(starts[req], starts[req + 1])
         if seq_len == 0 or rows.start == rows.stop:
             continue

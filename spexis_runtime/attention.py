@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
+from vllm import _custom_ops as ops
+from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
     AttentionImpl,
@@ -12,7 +14,9 @@ from vllm.v1.attention.backend import (
     CommonAttentionMetadata,
 )
 
+from spexis_kernels.constants import PAD_SLOT_ID
 from spexis_kernels.merged_attention import merged_attention
+from spexis_runtime.config import KEY
 
 
 @dataclass
@@ -126,6 +130,13 @@ class SpexisAttentionImpl(AttentionImpl):
         self.sliding_window = sliding_window
         self.logits_soft_cap = logits_soft_cap or None
         self.kv_cache_dtype = kv_cache_dtype
+        # vLLM's own scheduler lets a request hit blocks that another one writes in the
+        # same step; ours does not, so that writing and reading can share a launch
+        vllm_config = get_current_vllm_config()
+        speculative = vllm_config.additional_config.get(KEY, {}).get("exit_model")
+        self.write_first = (
+            not speculative and vllm_config.cache_config.enable_prefix_caching
+        )
 
     def forward(
         self,
@@ -143,19 +154,24 @@ class SpexisAttentionImpl(AttentionImpl):
         if attn_metadata is None:  # vLLM's profiling run has no KV cache
             return output.fill_(0)
         num_tokens = attn_metadata.num_actual_tokens
+        slot_mapping = attn_metadata.slot_mapping[:num_tokens]
+        key = key[:num_tokens].view(num_tokens, self.num_kv_heads, self.head_size)
+        value = value[:num_tokens].view(num_tokens, self.num_kv_heads, self.head_size)
+        if self.write_first:
+            self.write(layer, key, value, kv_cache, slot_mapping)
         fp8 = self.kv_cache_dtype.startswith("fp8")
         if fp8:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
         merged_attention(
             query[:num_tokens].view(num_tokens, self.num_heads, self.head_size),
-            key[:num_tokens].view(num_tokens, self.num_kv_heads, self.head_size),
-            value[:num_tokens].view(num_tokens, self.num_kv_heads, self.head_size),
+            None if self.write_first else key,
+            None if self.write_first else value,
             kv_cache[:, 0],
             kv_cache[:, 1],
             attn_metadata.block_table,
             attn_metadata.query_start_loc,
             attn_metadata.seq_lens,
-            attn_metadata.slot_mapping[:num_tokens],
+            None if self.write_first else slot_mapping,
             max_query_len=attn_metadata.max_query_len,
             scale=self.scale,
             sliding_window=self.sliding_window,
@@ -165,3 +181,29 @@ class SpexisAttentionImpl(AttentionImpl):
             out=output[:num_tokens].view(num_tokens, self.num_heads, self.head_size),
         )
         return output
+
+    def write(
+        self,
+        layer: torch.nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        kv_cache: torch.Tensor,
+        slot_mapping: torch.Tensor,
+    ) -> None:
+        """Write this step's K and V, [num_tokens, num_kv_heads, head_size]."""
+        if key.is_cuda:
+            ops.reshape_and_cache_flash(
+                key,
+                value,
+                kv_cache[:, 0],
+                kv_cache[:, 1],
+                slot_mapping,
+                self.kv_cache_dtype,
+                layer._k_scale,
+                layer._v_scale,
+            )
+            return
+        written = slot_mapping != PAD_SLOT_ID
+        slots, block_size = slot_mapping[written], kv_cache.shape[2]
+        for i, rows in enumerate((key, value)):
+            kv_cache[slots // block_size, i, slots % block_size] = rows[written]

@@ -42,22 +42,20 @@ def ray_worker_class(replacement: type) -> None:
 
 
 def cache_decode_blocks_on_results(kv_cache_manager: Any) -> None:
-    """`allocate_slots` of this manager caches no block of a request that is decoding.
+    """`allocate_slots` of this manager puts no block in the prefix cache.
 
     Reason: it caches blocks up to the newest known token, whose slot may still hold the
-    KV of a rejected draft (design section 3, point 6). The scheduler caches them when
-    results arrive, up to the token before. Remove when `allocate_slots` lets its caller
-    say how many tokens are safe to cache.
+    KV of a rejected draft (design section 3, point 6), and blocks of a prompt that this
+    very step computes, which another request of the step would then read while they are
+    written. `SpexisScheduler` caches both later. Remove when `allocate_slots` lets its
+    caller say how many tokens are safe to cache.
     """
-    from vllm.v1.request import RequestStatus
-
     allocate_slots = kv_cache_manager.allocate_slots
 
-    def allocate(request: Any, num_new_tokens: int, *args: Any, **kwargs: Any) -> Any:
-        # not "has placeholders": it has none once every step in flight came back void
-        if request.status == RequestStatus.RUNNING and not request.is_prefill_chunk:
-            kwargs["delay_cache_blocks"] = True
-        return allocate_slots(request, num_new_tokens, *args, **kwargs)
+    def allocate(*args: Any, **kwargs: Any) -> Any:
+        # the scheduler passes delay_cache_blocks=False for the requests it admits
+        kwargs["delay_cache_blocks"] = True
+        return allocate_slots(*args, **kwargs)
 
     kv_cache_manager.allocate_slots = allocate
 

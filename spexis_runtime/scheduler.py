@@ -19,7 +19,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from spexis_runtime import patches
-from spexis_runtime.config import SpexisConfig
+from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.iteration_log import IterationLog, RowCounts
 
 
@@ -83,15 +83,23 @@ class SpexisScheduler(LoggedScheduler):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        if not self.scheduler_config.async_scheduling:
+            raise SpexisConfigError(
+                "SpexisScheduler needs async_scheduling, got async_scheduling=False"
+            )
         patches.cache_decode_blocks_on_results(self.kv_cache_manager)
         self.steps_in_flight: deque[FedStep] = deque()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = {i: self.requests[i] for i in scheduler_output.num_scheduled_tokens}
         before = {i: r.num_output_placeholders for i, r in scheduled.items()}
+        prefilling = {new.req_id for new in scheduler_output.scheduled_new_reqs}
+        prefilling |= {i for i, r in scheduled.items() if r.is_prefill_chunk}
         super()._update_after_schedule(scheduler_output)
-        for request in scheduled.values():
+        for req_id, request in scheduled.items():
             request.next_decode_eligible_step = 0
+            if req_id in prefilling:  # KV of known tokens: sound from the next step on
+                self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
         self.steps_in_flight.append(
             FedStep(
                 {
@@ -124,6 +132,7 @@ class SpexisScheduler(LoggedScheduler):
             row = model_runner_output.req_id_to_index[request_id]
             if request.num_preemptions != generation:
                 model_runner_output.sampled_token_ids[row] = []
+                model_runner_output.prompt_logprobs_dict.pop(request_id, None)
             elif (
                 request_id in step.placeholders
                 and not model_runner_output.sampled_token_ids[row]

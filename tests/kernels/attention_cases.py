@@ -25,6 +25,15 @@ GARBAGE = 1 << 28  # a block or a position that no memory has
 
 FP8 = torch.float8_e4m3fn
 
+# (num_heads, num_kv_heads, head_size)
+MODELS = {
+    "llama_70b": (64, 8, 128),
+    "qwen3_32b": (64, 8, 128),
+    "llama_8b": (32, 8, 128),
+    "llama_70b_tp8": (8, 1, 128),
+    "smollm2_135m": (9, 3, 64),
+}
+
 
 class Case(NamedTuple):
     """A batch and a model."""

@@ -13,6 +13,7 @@ the batch queue does for the host.
 """
 
 import functools
+import queue
 import random
 import tempfile
 from collections import deque
@@ -21,66 +22,48 @@ from typing import Any
 from unittest.mock import MagicMock
 
 import torch
-
-from spexis_runtime import patches
-from spexis_runtime.no_gpu.environment import configure_environment
-
-configure_environment()
-
-import queue  # noqa: E402
-
-import vllm.v1.worker.cpu.shm  # noqa: E402, F401  stand-ins for CUDA streams
-from transformers import LlamaConfig  # noqa: E402
-from vllm import SamplingParams  # noqa: E402
-from vllm.config import VllmConfig  # noqa: E402
-from vllm.engine.arg_utils import EngineArgs  # noqa: E402
-from vllm.v1.core.kv_cache_utils import (  # noqa: E402
+from transformers import LlamaConfig
+from vllm import SamplingParams
+from vllm.config import VllmConfig
+from vllm.engine.arg_utils import EngineArgs
+from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
     resolve_kv_cache_block_sizes,
 )
-from vllm.v1.core.sched.output import SchedulerOutput  # noqa: E402
-from vllm.v1.engine.core import EngineCore  # noqa: E402
-from vllm.v1.kv_cache_interface import (  # noqa: E402
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
 )
-from vllm.v1.outputs import (  # noqa: E402
-    EMPTY_MODEL_RUNNER_OUTPUT,
-    ModelRunnerOutput,
-)
-from vllm.v1.request import Request  # noqa: E402
-from vllm.v1.structured_output import StructuredOutputManager  # noqa: E402
-from vllm.v1.worker.gpu.async_utils import AsyncOutput  # noqa: E402
-from vllm.v1.worker.gpu.sample.output import SamplerOutput  # noqa: E402
-from vllm.v1.worker.gpu.states import RequestState  # noqa: E402
+from vllm.v1.outputs import EMPTY_MODEL_RUNNER_OUTPUT, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.sample.output import SamplerOutput
+from vllm.v1.worker.gpu.states import RequestState
+
+from spexis_kernels import absorb, store_drafts, verify
+from spexis_kernels.constants import INVALID_TOKEN, PAD_SLOT_ID, PREFILL
+from spexis_kernels.pool import RequestPool, Rows
+from spexis_runtime import patches
+from spexis_runtime.config import SpexisConfig
+from spexis_runtime.iteration_log import RowCounts
+from spexis_runtime.model_runner import SpexisModelRunner
+from spexis_runtime.results import SpexisOutput
+from spexis_runtime.scheduler import SpexisScheduler
+from spexis_runtime.step_plan import plan_step
 
 patches.shim_streams()
-
-from spexis_kernels import (  # noqa: E402
-    INVALID_TOKEN,
-    PAD_SLOT_ID,
-    PREFILL,
-    RequestPool,
-    Rows,
-    absorb,
-    store_drafts,
-    verify,
-)
-from spexis_runtime.config import SpexisConfig  # noqa: E402
-from spexis_runtime.iteration_log import RowCounts  # noqa: E402
-from spexis_runtime.model_runner import SpexisModelRunner  # noqa: E402
-from spexis_runtime.results import SpexisOutput  # noqa: E402
-from spexis_runtime.scheduler import SpexisScheduler  # noqa: E402
-from spexis_runtime.step_plan import plan_step  # noqa: E402
 
 BLOCK = 4  # tokens in a KV block
 VOCAB = 50
 STOP = 0  # the token that ends a request
 MAX_MODEL_LEN = 48
-MAX_NUM_SEQS = 5
-MAX_NUM_BATCHED_TOKENS = 12
+MAX_NUM_SEQS = 8
+MAX_NUM_BATCHED_TOKENS = 16
 UNWRITTEN = -1
 
 
@@ -141,7 +124,12 @@ class Stage(SpexisModelRunner):
         self.device = torch.device("cpu")
         self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, "cpu")
         self.req_states = HostRequestState(
-            self.max_num_reqs, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, 0, VOCAB, self.device
+            self.max_num_reqs,
+            MAX_MODEL_LEN,
+            MAX_NUM_BATCHED_TOKENS,
+            0,
+            VOCAB,
+            self.device,
         )
         self.block_tables = BlockTables()
         self.step = 0
@@ -164,12 +152,15 @@ class ToyPipeline:
         self.last = Stage(vllm_config, is_first=False)
         self.theta, self.rng = theta, rng
         self.kv = [UNWRITTEN] * (num_blocks * BLOCK)
-        nothing = Rows(*(int32([]) for _ in Rows._fields)), int32([])
-        self.results = deque([nothing] * self.first.num_stages)  # to stage 0
-        self.nothing = nothing
+        self.nothing = Rows(*(int32([]) for _ in Rows._fields)), int32([])
+        self.results = deque([self.nothing] * self.first.num_stages)  # to stage 0
         self.prefill_tokens: dict[str, list[int]] = {}  # request -> tokens at admission
+        self.reads: dict[int, list[int]] = {}  # slot -> cells, in the step being run
+        self.writes: dict[int, int] = {}  # cell -> slot
         self.output: SpexisOutput | None = None
-        self.accepted_drafts = self.rejected_drafts = self.waited = 0
+        # what has happened, for tests to assert that it has
+        self.accepted_drafts = self.rejected_drafts = 0
+        self.requests_without_row = self.cached_tokens = 0
 
     def execute_model(self, so: SchedulerOutput, non_block: bool) -> Future[Any]:
         assert non_block
@@ -201,6 +192,7 @@ class ToyPipeline:
         blocks = [ids[0] for ids in cached.new_block_ids if ids is not None]
         for new in so.scheduled_new_reqs:
             self.prefill_tokens[new.req_id] = list(new.prefill_token_ids)
+            self.cached_tokens += new.num_computed_tokens
             blocks.append(new.block_ids[0][new.num_computed_tokens // BLOCK :])
         for block in [b for ids in blocks for b in ids]:
             self.kv[block * BLOCK : (block + 1) * BLOCK] = [UNWRITTEN] * BLOCK
@@ -210,7 +202,8 @@ class ToyPipeline:
         first, last, plan = self.first, self.last, self.first.plan
         decode = first.feed()
         slot_of = first.req_states.req_id_to_index
-        read: dict[int, list[int]] = {}  # slot -> cells that its row attends to
+        read: dict[int, list[int]] = {}  # slot -> KV that its row attends to
+        self.reads, self.writes = {}, {}
 
         limits = {slot_of[i]: limit for i, limit in plan.decode_limits.items()}
         for slot, position, token in zip(
@@ -222,15 +215,15 @@ class ToyPipeline:
             if slot != PAD_SLOT_ID:
                 assert position < limits[slot], "fed at or beyond the host's limit"
                 read[slot] = self.write(slot, position, [token])
-        self.waited += len(limits) - len(read)
-        # in the host's order: a request may hit blocks that one before it is writing
+        self.requests_without_row += len(limits) - len(read)
         for request_id in so.num_scheduled_tokens:
             if request_id in plan.prefill_ends:
                 end = plan.prefill_ends[request_id]
                 start = end - so.num_scheduled_tokens[request_id]
-                tokens = self.prefill_tokens[request_id][start:end]
+                tokens = self.prefill_tokens[request_id]
+                assert end <= len(tokens), "prefill of tokens that the stages lack"
                 slot = slot_of[request_id]
-                read[slot] = self.write(slot, start, tokens)
+                read[slot] = self.write(slot, start, tokens[start:end])
 
         slots = [slot_of[i] for i in plan.prefill_ends]
         ends = int32(list(plan.prefill_ends.values()))
@@ -255,15 +248,24 @@ class ToyPipeline:
         self.report(decode, accepted, counts)
 
     def write(self, slot: int, position: int, tokens: list[int]) -> list[int]:
-        """Write the KV of `tokens` from `position` on; returns the prefix's cells."""
+        """Write the KV of `tokens` from `position` on; returns the prefix's KV."""
         table = self.first.block_tables.of_slot[slot]
-        assert position + len(tokens) <= len(table) * BLOCK, "fed past the blocks"
-        flat = [block * BLOCK + i for block in table for i in range(BLOCK)]
-        for token in tokens:
-            before = [self.kv[cell] for cell in flat[:position]]
-            self.kv[flat[position]] = kv_cell(token, before)
+        end = position + len(tokens)
+        assert end <= len(table) * BLOCK, "fed past the blocks"
+        cells = [block * BLOCK + i for block in table for i in range(BLOCK)][:end]
+        for cell, token in zip(cells[position:], tokens, strict=True):
+            before = [self.kv[c] for c in cells[:position]]
+            self.kv[cell] = kv_cell(token, before)
+            self.writes[cell] = slot
             position += 1
-        return [self.kv[cell] for cell in flat[:position]]
+        self.reads[slot] = cells
+        return [self.kv[cell] for cell in cells]
+
+    def check_reads(self) -> None:
+        """No row reads what another row of its step writes, maybe at the same time."""
+        for slot, cells in self.reads.items():
+            writers = {self.writes.get(cell, slot) for cell in cells}
+            assert writers == {slot}, "KV read in the step that writes it"
 
     def draft(self, rows: Rows, cells: list[list[int]]) -> None:
         """The exit head: right with rate theta, and more confident when right."""
@@ -371,7 +373,9 @@ class ToyEngine(EngineCore):
         self.is_ec_consumer, self.is_pooling_model, self.log_stats = True, False, False
         self.aborts_queue: queue.Queue[list[str]] = queue.Queue()
         init_none_hash(hash)
-        self.hasher = get_request_block_hasher(hash_block_size, lambda x: str(x).encode())
+        self.hasher = get_request_block_hasher(
+            hash_block_size, lambda x: str(x).encode()
+        )
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}  # as the user gets them
         self.live: set[str] = set()
