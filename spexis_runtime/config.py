@@ -30,7 +30,9 @@ class SpexisConfig:
                 f"row_budget must be 'auto' or an int of at least 1, got {budget!r}"
             )
         if ratio is not None and not (
-            isinstance(ratio, int | float) and 0 <= ratio < 1
+            isinstance(ratio, int | float)
+            and not isinstance(ratio, bool)
+            and 0 <= ratio < 1
         ):
             raise SpexisConfigError(f"drop_ratio must be in [0, 1), got {ratio!r}")
         if ratio is not None and budget != "auto":
@@ -66,6 +68,10 @@ class SpexisConfig:
             raise SpexisConfigError(
                 "exit_model needs pipeline_parallel_size >= 2, got "
                 f"{pipeline_parallel_size}: one stage leaves nothing to speculate past"
+            )
+        if type(max_num_seqs) is not int or max_num_seqs < 1:
+            raise SpexisConfigError(
+                f"max_num_seqs must be an int of at least 1, got {max_num_seqs!r}"
             )
         least = math.ceil(max_num_seqs / pipeline_parallel_size)
         if self.row_budget != "auto" and self.row_budget < least:

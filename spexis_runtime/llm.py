@@ -23,6 +23,7 @@ SUPPORTED_ARCHITECTURES = (
     "Qwen2ForCausalLM",
     "Qwen3ForCausalLM",
 )
+OWN_OPTIONS = ("exit_model", "row_budget", "drop_ratio", "log_dir")
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 
 
@@ -60,29 +61,47 @@ class LLM(vllm.LLM):
         check_versions()
         configure_environment()
         config = SpexisConfig(
-            exit_model=None if exit_model is None else os.path.abspath(exit_model),
+            exit_model=_absolute("exit_model", exit_model),
             row_budget=row_budget,
             drop_ratio=drop_ratio,
-            log_dir=None if log_dir is None else os.path.abspath(log_dir),
+            log_dir=_absolute("log_dir", log_dir),
         )
-        _check_options(kwargs)
-        if config.log_dir is not None:
-            check_log_dir(config.log_dir)
+        _check_options(model, kwargs)
         partition = None
         if config.exit_model is not None:
-            kwargs.setdefault("max_num_seqs", DEFAULT_MAX_NUM_SEQS)
+            if kwargs.get("max_num_seqs") is None:
+                kwargs["max_num_seqs"] = DEFAULT_MAX_NUM_SEQS
             partition = _check_speculation(model, config, kwargs)
+        if config.log_dir is not None:
+            check_log_dir(config.log_dir)
         with _layer_partition_set(partition):
             super().__init__(model, **_engine_options(config, kwargs))
         self.spexis_config = config
 
 
-def _check_options(kwargs: dict[str, Any]) -> None:
-    known = {field.name for field in fields(EngineArgs)}
-    for name in kwargs.keys() - known:
-        close = difflib.get_close_matches(name, known, n=1)
+def _absolute(name: str, path: Any) -> str | None:
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise SpexisConfigError(f"{name} must be a path, got {path!r}")
+    return os.path.abspath(path)
+
+
+def _check_options(model: str, options: dict[str, Any]) -> None:
+    known = {field.name for field in fields(EngineArgs)} | {"chat_template"}
+    names = sorted(known.union(OWN_OPTIONS))
+    for name in sorted(options.keys() - known):
+        close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise SpexisConfigError(f"unknown option {name}{hint}")
+    num_stages = options.get("pipeline_parallel_size", 1)
+    if type(num_stages) is not int or num_stages < 1:
+        raise SpexisConfigError(
+            f"pipeline_parallel_size must be an int of at least 1, got {num_stages!r}"
+        )
+    # vLLM would look for a repository of that name
+    if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
+        raise SpexisConfigError(f"model {model} does not exist")
 
 
 def _engine_options(config: SpexisConfig, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -123,6 +142,15 @@ def _check_speculation(
     ):
         if options.get(name):
             raise SpexisConfigError(f"exit_model cannot go with {name}: {why}")
+    for name, only in (
+        ("decode_context_parallel_size", 1),
+        ("prefill_context_parallel_size", 1),
+        ("runner", "generate"),
+    ):
+        if options.get(name) not in (None, "auto", only):
+            raise SpexisConfigError(
+                f"exit_model needs {name} {only}, got {options[name]!r}"
+            )
     for name in ("distributed_executor_backend", "worker_cls", "scheduler_cls"):
         if name in options:
             raise SpexisConfigError(
@@ -132,9 +160,12 @@ def _check_speculation(
         raise SpexisConfigError("exit_model needs async_scheduling, got False")
     assert config.exit_model is not None
     adapter = load_adapter_config(config.exit_model)
-    hf_config = get_config(
-        model, options.get("trust_remote_code", False), options.get("revision")
-    )
+    hf_config = _model_config(model, options)
+    if getattr(hf_config, "quantization_config", None):
+        raise SpexisConfigError(
+            f"exit_model cannot go with {model}: quantised models are not supported "
+            "with speculation yet"
+        )
     architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
     if architecture not in SUPPORTED_ARCHITECTURES:
         raise SpexisConfigError(
@@ -151,6 +182,16 @@ def _check_speculation(
             f"{PARTITION} is {given}, but the adapter needs {partition}: unset it"
         )
     return partition
+
+
+def _model_config(model: str, options: dict[str, Any]) -> Any:
+    try:
+        return get_config(
+            model, options.get("trust_remote_code", False), options.get("revision")
+        )
+    except (OSError, ValueError) as error:
+        reason = str(error).partition("\n")[0]
+        raise SpexisConfigError(f"model {model} has no usable config: {reason}") from error
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ def check_versions() -> None:
             found = version(package)
         except PackageNotFoundError:
             found = "none"
-        if not (found + ".").startswith(wanted):
+        release = found.partition("+")[0] + "."  # without a local version
+        if not release.startswith(wanted.rstrip(".") + "."):
             raise UnsupportedVersionError(
                 f"spexis_runtime needs {package} {wanted.rstrip('.')}, found {found}"
             )

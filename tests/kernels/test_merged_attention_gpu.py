@@ -24,11 +24,12 @@ def test_graph_replays_on_new_data() -> None:
     out = torch.empty(inputs.query.shape, dtype=BF16, device="cuda")
     buffers = {"out": out, "workspace": torch.empty(size, device="cuda")}
     run(merged_attention, inputs, **buffers)
-    graph = torch.cuda.CUDAGraph()
     before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    run(merged_attention, inputs, **buffers)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         run(merged_attention, inputs, **buffers)
-    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
     inputs.query.mul_(-1)
     inputs.seq_lens[0] = 0
     expected = run(merged_attention, inputs)

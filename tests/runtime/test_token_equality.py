@@ -37,17 +37,20 @@ class Pipeline(NamedTuple):
 def pipeline(request, start, tmp_path_factory) -> Pipeline:
     setup, tmp = request.param, tmp_path_factory.mktemp("models")
     model = make_model(setup.family, tmp, setup.num_layers)
-    options = dict(
-        pipeline_parallel_size=setup.num_stages,
-        skip_tokenizer_init=True,
-        num_gpu_blocks_override=setup.num_gpu_blocks,
-    )
+    options = dict(pipeline_parallel_size=setup.num_stages, skip_tokenizer_init=True)
     requests = make_requests()
+    # with room: vLLM 0.26 keeps late results of a preempted request and may then repeat
+    # a token (pull request 38624 describes it)
     plain = start(model, **options)
     expected = run(plain, requests).outputs
     shut_down(plain)
     assert len({t for output in expected.values() for t in output}) > 200, "too tame"
-    llm = start(model, exit_model=make_adapter(model, setup.exit_layer, tmp), **options)
+    llm = start(
+        model,
+        exit_model=make_adapter(model, setup.exit_layer, tmp),
+        num_gpu_blocks_override=setup.num_gpu_blocks,
+        **options,
+    )
     llm.collective_rpc(worker_probes.poison_new_blocks)
     records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
     return Pipeline(llm, setup, requests, expected, records)
