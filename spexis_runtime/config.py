@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runtime's own settings: checked once, then carried in vLLM's `additional_config`."""
+"""The runtime's own settings, checked once; vLLM's `additional_config` carries them."""
 
 import math
 import os
@@ -16,7 +16,7 @@ class SpexisConfigError(ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class SpexisConfig:
-    """Settings of a speculative pipeline. Raises SpexisConfigError if they cannot be."""
+    """Settings of a pipeline. Raises SpexisConfigError if they cannot be."""
 
     exit_model: str | None = None  # directory of the exit adapter; None: plain PP
     row_budget: int | Literal["auto"] = "auto"  # decode rows a step

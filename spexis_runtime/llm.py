@@ -30,7 +30,7 @@ PARTITION = "VLLM_PP_LAYER_PARTITION"
 class LLM(vllm.LLM):
     """vLLM's `LLM`, with the pipeline's stages speculating past each other.
 
-    Takes every argument of `vllm.LLM`, has its methods and gives its outputs, and beside
+    Takes every argument of `vllm.LLM`, has its methods and gives its outputs. Beside
     them:
 
     Args:
@@ -43,8 +43,8 @@ class LLM(vllm.LLM):
         log_dir: directory for the per-iteration JSONL log; created if missing.
 
     Raises:
-        SpexisConfigError, AdapterError (both ValueError): for settings or an adapter that
-            cannot be, before any worker starts.
+        SpexisConfigError, AdapterError (both ValueError): for settings or an adapter
+            that cannot be, before any worker starts.
         UnsupportedVersionError: for another vLLM or Ray than the supported ones.
     """
 
@@ -130,7 +130,7 @@ def _engine_options(config: SpexisConfig, kwargs: dict[str, Any]) -> dict[str, A
 def _check_speculation(
     model: str, config: SpexisConfig, options: dict[str, Any]
 ) -> str:
-    """Refuse what cannot speculate; return the layer partition that the adapter needs."""
+    """Refuse what cannot speculate; return the layer partition for the adapter."""
     num_stages = options.get("pipeline_parallel_size", 1)
     config.check_pipeline(num_stages, options["max_num_seqs"])
     for name, why in (
@@ -190,8 +190,8 @@ def _model_config(model: str, options: dict[str, Any]) -> Any:
             model, options.get("trust_remote_code", False), options.get("revision")
         )
     except (OSError, ValueError) as error:
-        reason = str(error).partition("\n")[0]
-        raise SpexisConfigError(f"model {model} has no usable config: {reason}") from error
+        line = str(error).partition("\n")[0]
+        raise SpexisConfigError(f"model {model} has no usable config: {line}") from None
 
 
 @contextlib.contextmanager

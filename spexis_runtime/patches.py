@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ledger: every wrap and patch of vLLM 0.26.0, each with reason and removal condition.
+"""The ledger: every wrap and patch of vLLM 0.26.0, with reason and removal condition.
 
 All other changes to vLLM are subclasses handed over through its own options. When the
 pinned version changes, this file is what has to be read again.
@@ -101,8 +101,8 @@ def shim_streams() -> None:
     stream.wait_event = nothing
     stream.synchronize = nothing
     shm._EventPlaceholder.wait = nothing
-    torch.Tensor.record_stream = nothing  # type: ignore[method-assign, assignment]
-    torch.cuda.stream = lambda stream: contextlib.nullcontext()  # type: ignore
+    torch.Tensor.record_stream = nothing
+    torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
 def log1p_in_the_interpreter() -> None:

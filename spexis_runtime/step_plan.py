@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the host knows of a step: how many decode rows, and which prefill chunks.
 
-Which requests sit in the decode rows is chosen on stage 0's device. To the host they are
-k anonymous rows of one token, before the prefill chunks:
+Which requests sit in the decode rows is chosen on stage 0's device. To the host they
+are k anonymous rows of one token, before the prefill chunks:
 
     rows    [0, k) decode, anonymous · [k, k + p) prefill chunks
     tokens  [0, k) one a decode row  · [k, num_tokens) the chunks, one after another

@@ -32,7 +32,7 @@ PYTHON_FILES = sorted(
         *ROOT.glob("*.py"),
         *(
             path
-            for top in (*PACKAGES, "tests", "bench")
+            for top in (*PACKAGES, "tests", "bench", "docs")
             for path in (ROOT / top).rglob("*.py")
         ),
     ]
@@ -156,7 +156,9 @@ def test_entry_points(group: str) -> None:
 
 
 def test_shipped_adapters() -> None:
-    for adapter in (ROOT / "spexis_runtime" / "adapters").glob("*"):
+    adapters = sorted((ROOT / "spexis_runtime" / "adapters").glob("*"))
+    assert "smollm2-135m-instruct-layer15" in [adapter.name for adapter in adapters]
+    for adapter in adapters:
         config = load_adapter_config(adapter)
         assert adapter.name.endswith(f"-layer{config.exit_layer}")
         assert (

@@ -2,14 +2,14 @@
 """vLLM's engine loop over a pipeline without a model, in this process.
 
 Real: the engine core's loop, the scheduler, the KV cache manager, the stages' request
-bookkeeping, the plan of a step, the pool operations, the mapping of results to requests.
+bookkeeping, the plan of a step, the pool operations, the way of results to the host.
 Simulated: a toy model over one paged KV cache, and a drafter that is right at a given
 rate. A KV cell's value depends on every cell before it, so reading a wrong, stale or
 unwritten cell shows in the token sampled.
 
-Stages are FIFO, so each sees the same KV at its step t whenever it runs: a step is run at
-once on all of them, and what it yields is held back, N steps for stage 0 and as long as
-the batch queue does for the host.
+Stages are FIFO, so each sees the same KV at its step t whenever it runs: a step is run
+at once on all of them, and what it yields is held back, N steps for stage 0 and as long
+as the batch queue does for the host.
 """
 
 import functools
@@ -26,6 +26,7 @@ from transformers import LlamaConfig
 from vllm import SamplingParams
 from vllm.config import VllmConfig
 from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import get_hash_fn_by_name
 from vllm.v1.core.kv_cache_utils import (
     get_request_block_hasher,
     init_none_hash,
@@ -123,14 +124,8 @@ class Stage(SpexisModelRunner):
         self.max_num_reqs = MAX_NUM_SEQS
         self.device = torch.device("cpu")
         self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, "cpu")
-        self.req_states = HostRequestState(
-            self.max_num_reqs,
-            MAX_MODEL_LEN,
-            MAX_NUM_BATCHED_TOKENS,
-            0,
-            VOCAB,
-            self.device,
-        )
+        sizes = MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, 0, VOCAB
+        self.req_states = HostRequestState(*sizes, self.device)
         self.block_tables = BlockTables()
         self.step = 0
         self.sampler = self.encoder_cache = None
@@ -206,24 +201,17 @@ class ToyPipeline:
         self.reads, self.writes = {}, {}
 
         limits = {slot_of[i]: limit for i, limit in plan.decode_limits.items()}
-        for slot, position, token in zip(
-            decode.slots.tolist(),
-            decode.positions.tolist(),
-            decode.tokens.tolist(),
-            strict=True,
-        ):
+        columns = zip(*(column.tolist() for column in decode), strict=True)
+        for slot, _, position, token, _ in columns:
             if slot != PAD_SLOT_ID:
                 assert position < limits[slot], "fed at or beyond the host's limit"
                 read[slot] = self.write(slot, position, [token])
         self.requests_without_row += len(limits) - len(read)
-        for request_id in so.num_scheduled_tokens:
-            if request_id in plan.prefill_ends:
-                end = plan.prefill_ends[request_id]
-                start = end - so.num_scheduled_tokens[request_id]
-                tokens = self.prefill_tokens[request_id]
-                assert end <= len(tokens), "prefill of tokens that the stages lack"
-                slot = slot_of[request_id]
-                read[slot] = self.write(slot, start, tokens[start:end])
+        for request_id, end in plan.prefill_ends.items():
+            start = end - so.num_scheduled_tokens[request_id]
+            tokens, slot = self.prefill_tokens[request_id], slot_of[request_id]
+            assert end <= len(tokens), "prefill of tokens that the stages lack"
+            read[slot] = self.write(slot, start, tokens[start:end])
 
         slots = [slot_of[i] for i in plan.prefill_ends]
         ends = int32(list(plan.prefill_ends.values()))
@@ -372,10 +360,9 @@ class ToyEngine(EngineCore):
         self.batch_queue = deque(maxlen=self.batch_queue_size)
         self.is_ec_consumer, self.is_pooling_model, self.log_stats = True, False, False
         self.aborts_queue: queue.Queue[list[str]] = queue.Queue()
-        init_none_hash(hash)
-        self.hasher = get_request_block_hasher(
-            hash_block_size, lambda x: str(x).encode()
-        )
+        hash_fn = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+        init_none_hash(hash_fn)
+        self.hasher = get_request_block_hasher(hash_block_size, hash_fn)
         self.requests: dict[str, Request] = {}
         self.outputs: dict[str, list[int]] = {}  # as the user gets them
         self.live: set[str] = set()

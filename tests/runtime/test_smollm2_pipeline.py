@@ -4,6 +4,7 @@
 import pytest
 from conftest import shut_down
 from vllm import SamplingParams
+from vllm.sampling_params import StructuredOutputsParams
 
 from spexis_runtime.demo import ADAPTER
 from spexis_runtime.demo_prompts import DEMO_PROMPTS
@@ -15,7 +16,7 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=48),  # some end by EOS
     SamplingParams(temperature=0, max_tokens=48, stop=[" and"]),
     SamplingParams(temperature=0, max_tokens=48, stop=[". "], min_tokens=8),
-    SamplingParams(temperature=0, max_tokens=1),
+    SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1),
     SamplingParams(temperature=0.8, seed=3, max_tokens=32, top_p=0.9),
     SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.3, logprobs=2),
 ]
@@ -34,21 +35,34 @@ def answers(llm) -> list:
             o.outputs[0].text,
             o.outputs[0].finish_reason,
             [sorted(position) for position in o.outputs[0].logprobs or []],
+            [sorted(position or {}) for position in o.prompt_logprobs or []],
         )
         for o in outputs
     ]
 
 
+OPTIONS = dict(pipeline_parallel_size=2, max_model_len=512, max_num_seqs=4)
+
+
 @pytest.fixture(scope="module")
-def both(start):
-    """(answer without speculation, with speculation), and the log of the latter."""
-    model = ensure_smollm2(dtype="float32")
-    options = dict(pipeline_parallel_size=2, max_model_len=512, max_num_seqs=4)
-    plain = start(model, **options)
-    expected = answers(plain)
+def expected(start) -> list:
+    """The answers of plain vLLM."""
+    plain = start(ensure_smollm2(dtype="float32"), **OPTIONS)
+    answered = answers(plain)
     shut_down(plain)
-    llm = start(model, exit_model=ADAPTER, **options)
-    return expected, answers(llm), read_iterations(llm.spexis_config.log_dir)
+    return answered
+
+
+@pytest.fixture(scope="module")
+def speculative(start, expected):
+    return start(ensure_smollm2(dtype="float32"), exit_model=ADAPTER, **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def both(expected, speculative):
+    """Answers without speculation and with it, and the log of the latter."""
+    log_dir = speculative.spexis_config.log_dir
+    return expected, answers(speculative), read_iterations(log_dir)
 
 
 def test_answers_are_those_of_plain_pp(both):
@@ -64,8 +78,20 @@ def test_the_cases_are_what_they_are_meant_to_be(both):
     assert expected[1][2] == expected[2][2] == "stop"
     assert any(answer[2] == "stop" for answer in expected[6:]), "none ends by EOS"
     assert len(expected[3][0]) == 1
+    assert len(expected[3][4]) > 10, "logprobs of every prompt token"
     assert len(expected[5][3]) == len(expected[5][0]) > 1, "logprobs of every token"
 
 
 def test_trained_drafts_are_accepted(both):
     assert acceptance(both[2]) > 0.3
+
+
+def test_structured_output_is_refused(both, speculative):
+    params = SamplingParams(
+        structured_outputs=StructuredOutputsParams(choice=["a", "b"])
+    )
+    with pytest.raises(
+        ValueError, match="structured_outputs cannot go with exit_model"
+    ):
+        speculative.chat(CHATS[0], params, use_tqdm=False)
+    assert speculative.chat(GREETINGS[0], PARAMS[0], use_tqdm=False), "still serving"

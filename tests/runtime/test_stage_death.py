@@ -64,7 +64,9 @@ def raise_in_first(llm) -> None:
     llm.collective_rpc(raise_at_next_step)
 
 
-@pytest.mark.parametrize("break_it", [kill_first, kill_last_in_a_moment, raise_in_first])
+@pytest.mark.parametrize(
+    "break_it", [kill_first, kill_last_in_a_moment, raise_in_first]
+)
 def test_generate_raises_and_nothing_stays(start, llm, break_it):
     before = processes()
     llm.generate(PROMPTS, SHORT, use_tqdm=False)
@@ -77,5 +79,9 @@ def test_generate_raises_and_nothing_stays(start, llm, break_it):
     deadline = time.monotonic() + 20
     while (left := processes() & before) and time.monotonic() < deadline:
         time.sleep(0.5)
-    left = {pid for pid in left if "resource_tracker" not in " ".join(psutil.Process(pid).cmdline())}
+    left = {
+        pid
+        for pid in left
+        if "resource_tracker" not in " ".join(psutil.Process(pid).cmdline())
+    }
     assert not left, f"processes left over: {left}"
