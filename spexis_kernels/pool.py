@@ -3,10 +3,10 @@
 
 Notation of design section 3, for one slot:
 
-    [0, known_len) verified tokens · [known_len, head) drafts in flight · head next to feed
+    [0, known_len) verified · [known_len, head) drafts in flight · head: next to feed
 
-`head == known_len - 1` after a rollback or a result: the newest verified token is yet to
-be fed. The tokens fed from `known_len` on are kept in a ring, `fed[slot, pos % depth]`.
+`head == known_len - 1` after a rollback or a result: the newest verified token is yet
+to be fed. Tokens fed from `known_len` on are in a ring, `fed[slot, pos % depth]`.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from spexis_kernels.constants import INVALID_TOKEN
 
 
 class RequestPool(NamedTuple):
-    """State of `num_slots` request slots on one stage; every tensor is updated in place.
+    """State of `num_slots` request slots on a stage; every tensor is updated in place.
 
     The last stage uses only `known_len`, `last_token` and `generation`; stages between
     the first and the last use nothing.
@@ -58,7 +58,7 @@ class RequestPool(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """The rows of a step that may yield a token: one a request, padded to a fixed size."""
+    """Rows of a step that may yield a token: one a request, padded to a fixed size."""
 
     slots: torch.Tensor  # [num_rows] int32, PAD_SLOT_ID where there is no row
     generations: torch.Tensor  # [num_rows] int32, the slot's generation when fed

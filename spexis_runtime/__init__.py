@@ -14,7 +14,9 @@ def __getattr__(name: str) -> Any:
     """Import vLLM only when `LLM` is asked for, and with the environment it needs."""
     if name == "LLM":
         from spexis_runtime.no_gpu.environment import configure_environment
+        from spexis_runtime.versions import check_versions
 
+        check_versions()
         configure_environment()
         from spexis_runtime.llm import LLM
 

@@ -84,11 +84,11 @@ def answer(model: Path, exit_model: Path | None, max_tokens: int) -> Answers:
     )
 
 
-def report(model: Path, plain: Answers, speculative: Answers) -> dict[str, Any]:
-    """The figures of both runs; the prediction is equation (2) at the measured theta."""
+def report(plain: Answers, speculative: Answers) -> dict[str, Any]:
+    """Figures of both runs; the prediction is equation (2) at the measured theta."""
     theta, n = acceptance(speculative.iterations), NUM_STAGES
     return {
-        "model": model.name,
+        "model": "SmolLM2-135M-Instruct",
         "pipeline_parallel_size": n,
         "requests": len(DEMO_PROMPTS),
         "tokens": sum(map(len, speculative.token_ids)),
@@ -140,7 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spexis_runtime.demo", description=__doc__
     )
-    parser.add_argument("--max-tokens", type=int, default=64, help="of each answer")
+    parser.add_argument("--max-tokens", type=int, default=32, help="of each answer")
     parser.add_argument(
         "--out", type=Path, default=Path("demo_report.json"), help="the report"
     )
@@ -153,7 +153,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{gpus} GPUs found, {NUM_STAGES} stages wanted: taking the CPU path"
         )
         use_cpu()
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     configure_environment()
 
     console.rule("1 of 3: the model")
@@ -167,7 +167,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     console.rule("3 of 3: the same two stages, plain pipeline parallelism")
     plain = answer(model, None, args.max_tokens)
 
-    figures = report(model, plain, speculative)
+    figures = report(plain, speculative)
     show(figures, plain, speculative)
     scratch = args.out.with_name(args.out.name + ".tmp")
     scratch.write_text(json.dumps(figures, indent=2) + "\n")

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One Ray actor a stage: vLLM's Ray executor, also on a machine without a GPU."""
 
+import logging
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -51,6 +52,7 @@ class SpexisRayExecutor(RayExecutorV2):
                     num_gpus=0,
                     resources={STAGE_RESOURCE: self.parallel_config.world_size},
                     include_dashboard=False,
+                    logging_level=logging.ERROR,
                 )
         super()._init_executor()
 

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exit head: the adapter on stage 0, and the drafts it makes.
 
-    x = mlp(initial_layernorm(h)),  h = hidden_states + residual after `exit_layer` layers
+    x = mlp(initial_layernorm(h)),  h = hidden_states + residual of the stage
     x = x + self_attn(input_layernorm(x))
     draft = argmax lm_head(post_attention_layernorm(x))
 
-The paper's adapter (section 6). Its attention layer has KV of its own in the same blocks
-as the target's, written for every token that passes stage 0.
+The paper's adapter (section 6). Its attention layer has KV of its own, in the same
+blocks as the target's, written for every token that passes stage 0.
 """
 
 from pathlib import Path

@@ -25,7 +25,7 @@ class RowCounts(NamedTuple):
     accepted_drafts: int  # of those, right themselves
 
     @staticmethod
-    def count(pool: RequestPool, rows: Rows, accepted: torch.Tensor) -> torch.Tensor:
+    def of_rows(pool: RequestPool, rows: Rows, accepted: torch.Tensor) -> torch.Tensor:
         """[5] int64 in the order of the fields, from the rows' fate.
 
         `pool` as `verify` left it, so that for an accepted row known_len is already

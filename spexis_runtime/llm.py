@@ -13,7 +13,7 @@ from vllm.engine.arg_utils import EngineArgs
 from vllm.transformers_utils.config import get_config
 
 from spexis_runtime.adapter.config import check_adapter_matches, load_adapter_config
-from spexis_runtime.config import SpexisConfig, SpexisConfigError, check_log_dir
+from spexis_runtime.config import KEY, SpexisConfig, SpexisConfigError, check_log_dir
 from spexis_runtime.no_gpu.environment import configure_environment, gpu_count
 from spexis_runtime.versions import check_versions
 
@@ -78,6 +78,15 @@ class LLM(vllm.LLM):
             super().__init__(model, **_engine_options(config, kwargs))
         self.spexis_config = config
 
+    def _add_request(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> str:
+        speculating = self.spexis_config.exit_model is not None
+        if speculating and getattr(params, "structured_outputs", None) is not None:
+            raise SpexisConfigError(
+                "structured_outputs cannot go with exit_model yet: the grammar's state "
+                "is on the host, behind the drafts"
+            )
+        return super()._add_request(prompt, params, *args, **kwargs)
+
 
 def _absolute(name: str, path: Any) -> str | None:
     if path is None:
@@ -94,6 +103,12 @@ def _check_options(model: str, options: dict[str, Any]) -> None:
         close = difflib.get_close_matches(name, names, n=1)
         hint = f"; did you mean {close[0]}?" if close else ""
         raise SpexisConfigError(f"unknown option {name}{hint}")
+    additional = options.get("additional_config") or {}
+    if not isinstance(additional, dict) or KEY in additional:
+        raise SpexisConfigError(
+            f"additional_config must be a dict without {KEY!r}, which is set from the "
+            f"other arguments, got {additional!r}"
+        )
     num_stages = options.get("pipeline_parallel_size", 1)
     if type(num_stages) is not int or num_stages < 1:
         raise SpexisConfigError(
@@ -122,7 +137,7 @@ def _engine_options(config: SpexisConfig, kwargs: dict[str, Any]) -> dict[str, A
 
         options["distributed_executor_backend"] = SpexisRayExecutor
         options["async_scheduling"] = True
-    additional = dict(options.get("additional_config") or {})
+    additional = options.get("additional_config") or {}
     options["additional_config"] = additional | config.to_additional_config()
     return options
 
@@ -139,10 +154,12 @@ def _check_speculation(
         ("enable_lora", "LoRA is not supported with speculation yet"),
         ("quantization", "quantised models are not supported with speculation yet"),
         ("kv_transfer_config", "KV connectors are not supported with speculation"),
+        ("hf_overrides", "the adapter is checked against the model's own config"),
     ):
         if options.get(name):
             raise SpexisConfigError(f"exit_model cannot go with {name}: {why}")
     for name, only in (
+        ("tensor_parallel_size", 1),
         ("decode_context_parallel_size", 1),
         ("prefill_context_parallel_size", 1),
         ("runner", "generate"),

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage's model runner: vLLM's V2 runner with decode rows that stage 0 chooses.
 
-Stage 0 absorbs the result of N steps ago, chooses and feeds rows, and drafts again. Rows
-travel beside the hidden states. The last stage verifies them and samples the valid ones.
+Stage 0 absorbs the result of N steps ago, chooses and feeds rows, and drafts again.
+Rows travel beside the hidden states. The last stage samples and verifies them.
 """
 
 import dataclasses
@@ -44,7 +44,8 @@ class SpexisModelRunner(GPUModelRunner):
             vllm_config.additional_config
         )
         self.num_stages = get_pp_group().world_size
-        self.pp_handler = self.results = ResultHandler(self.pp_handler)
+        self.results = ResultHandler(vars(self)["pp_handler"])
+        self.pp_handler = self.results
         self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, device)
         self.step = 0
         self.plan: StepPlan
@@ -90,7 +91,7 @@ class SpexisModelRunner(GPUModelRunner):
         return output
 
     def update_pp_decode_requests(self) -> None:
-        """Absorb the result of N steps ago; empty steps have a place in the queue too."""
+        """Absorb the result of N steps ago; the queue counts empty steps too."""
         if self.is_last_pp_rank:
             return
         result = self.results.next_result()
@@ -98,8 +99,10 @@ class SpexisModelRunner(GPUModelRunner):
             absorb(self.pool, result.rows, result.accepted)
 
     def finish_requests(self, scheduler_output: SchedulerOutput) -> None:
-        """Free slots in sorted order: vLLM walks a set of strings, whose order depends on
-        the process, and slot numbers travel between stages."""
+        """Free slots in sorted order: slot numbers travel between the stages.
+
+        vLLM walks a set of strings, whose order differs from process to process.
+        """
         preempted = scheduler_output.preempted_req_ids or set()
         for req_id in sorted(scheduler_output.finished_req_ids | preempted):
             self._remove_request(req_id)
@@ -151,7 +154,7 @@ class SpexisModelRunner(GPUModelRunner):
 
     def feed(self) -> Rows:
         """Stage 0: choose the decode rows and advance their requests."""
-        limit = np.zeros(self.max_num_reqs, dtype=np.int32)
+        limit: np.ndarray = np.zeros(self.max_num_reqs, dtype=np.int32)
         for req_id, positions in self.plan.decode_limits.items():
             limit[self.req_states.req_id_to_index[req_id]] = positions
         async_copy_to_gpu(limit, out=self.pool.limit)
@@ -199,7 +202,7 @@ class SpexisModelRunner(GPUModelRunner):
         batch = dataclasses.replace(input_batch, idx_mapping_np=candidates)
         output, _, _ = super().sample(hidden_states, batch, grammar_output)
         accepted = verify(self.pool, inputs.rows, output.sampled_token_ids[:, 0])
-        self.row_counts = RowCounts.count(self.pool, inputs.rows, accepted)
+        self.row_counts = RowCounts.of_rows(self.pool, inputs.rows, accepted)
         output.num_sampled = (accepted != INVALID_TOKEN).int()
         # so that vLLM's count of computed tokens moves by prefill chunks alone
         output.num_rejected = torch.zeros_like(output.num_sampled)
@@ -237,7 +240,7 @@ class SpexisModelRunner(GPUModelRunner):
 
     # ---- tests and idle checks ----------------------------------------------------
     def check_integrity(self) -> dict[str, Any]:
-        """Raise AssertionError if idle state is broken; return what all stages share."""
+        """Raise AssertionError if the state is broken; return what all stages share."""
         states = self.req_states
         used = set(states.req_id_to_index.values())
         assert used.isdisjoint(states.free_indices), "a slot is both used and free"

@@ -7,11 +7,12 @@ pinned version changes, this file is what has to be read again.
 
 import contextlib
 import importlib
-import types
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from spexis_kernels.gumbel import gumbel_noise_reference
 
 
 @contextlib.contextmanager
@@ -105,13 +106,31 @@ def shim_streams() -> None:
     torch.cuda.stream = lambda stream: contextlib.nullcontext()
 
 
-def log1p_in_the_interpreter() -> None:
-    """vLLM's Gumbel sampler takes log(1 + x) instead of libdevice's log1p.
+def gumbel_sample_in_torch() -> None:
+    """vLLM's sampler draws its tokens in plain torch, with the same noise.
 
-    Reason: Triton's interpreter has no libdevice; `log1p` returns None there and
-    sampling at a temperature fails. Remove when the interpreter has it.
+    Reason: Triton's interpreter has no libdevice, whose log1p the kernel needs, and
+    takes hundreds of milliseconds for a vocabulary of 50,000. Remove when vLLM samples
+    without Triton on a CPU.
     """
-    import vllm.v1.worker.gpu.sample.gumbel as gumbel
-    from vllm.triton_utils import tl
+    import vllm.v1.worker.gpu.sample.sampler as sampler
 
-    gumbel.tldevice = types.SimpleNamespace(log1p=lambda x: tl.log(1.0 + x))
+    def gumbel_sample(
+        logits: torch.Tensor,  # [num_tokens, vocab_size], after the temperature
+        expanded_idx_mapping: torch.Tensor,  # [num_tokens]
+        temperature: torch.Tensor,  # [max_num_reqs]
+        seed: torch.Tensor,  # [max_num_reqs]
+        pos: torch.Tensor,  # [num_tokens]
+        apply_temperature: bool,
+        use_fp64: bool = False,
+    ) -> torch.Tensor:
+        slots = expanded_idx_mapping.long()
+        rows = temperature[slots].nonzero()[:, 0]  # the others are greedy
+        noise = gumbel_noise_reference(
+            seed[slots[rows]][:, None],
+            pos[rows][:, None].long(),
+            torch.arange(logits.shape[1]),
+        )
+        return logits.float().index_add(0, rows, noise).argmax(dim=-1)
+
+    sampler.gumbel_sample = gumbel_sample

@@ -27,9 +27,9 @@ class PendingResult(NamedTuple):
 class ResultHandler:
     """Takes the place of vLLM's `PPHandler`, over its process group and streams.
 
-    One [num_rows] int32 tensor, what `verify` returned, is broadcast for every step that
-    has rows, on a side stream. Stages before the last consume it N steps later; the queue
-    counts empty steps too.
+    One [num_rows] int32 tensor, what `verify` returned, is broadcast for every step
+    that has rows, on a side stream. Stages before the last consume it N steps later;
+    the queue counts empty steps too.
     """
 
     def __init__(self, handler: PPHandler):
@@ -70,7 +70,7 @@ class ResultHandler:
         num_rejected: torch.Tensor,
         input_batch: InputBatch,
     ) -> None:
-        """Send which rows are valid and what they append; [num_reqs, 1] and [num_reqs]."""
+        """Send which rows are valid and what they append; one row a request."""
         accepted = torch.where(
             num_sampled > 0, sampled_token_ids[:, 0].int(), INVALID_TOKEN
         )
@@ -90,8 +90,8 @@ class ResultHandler:
 class SpexisOutput(AsyncModelRunnerOutput):
     """vLLM's output of a step with the rows' requests filled in.
 
-    The host learns here which request sat in which decode row. It gets an entry for every
-    scheduled request, [] for one without a row.
+    The host learns here which request sat in which decode row. It gets an entry for
+    every scheduled request, [] for one without a row.
     """
 
     def __init__(

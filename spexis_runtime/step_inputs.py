@@ -110,7 +110,7 @@ def build_step_inputs(
     row_slots_np = np.concatenate((decode_slots_np[:k], prefill_slots_np))
     longest = max(plan.decode_limits.values(), default=0)
     ends = np.array([longest] * k + list(chunks.values()), dtype=np.int32)
-    seq_lens_upper_bound = np.zeros(num_reqs_padded, dtype=np.int32)
+    seq_lens_upper_bound: np.ndarray = np.zeros(num_reqs_padded, dtype=np.int32)
     seq_lens_upper_bound[:num_reqs] = ends
     computed_np = ends - query_lens
     prefill_len_np = req_states.prefill_len.np[row_slots_np]

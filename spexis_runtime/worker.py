@@ -57,7 +57,7 @@ class StageWorker(FailFast):
             super().init_device()  # type: ignore[misc]
 
     def check_integrity(self) -> dict[str, Any]:
-        """State that must be equal on all stages; raises AssertionError on a broken one.
+        """What must be equal on all stages; raises AssertionError where it is broken.
 
         Call it when no request is running.
         """

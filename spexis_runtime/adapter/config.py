@@ -267,7 +267,7 @@ def save_adapter(
     try:
         scratch.chmod(0o755)  # mkdtemp's 0700 would hide it from other users
         save_file(
-            {name: t.detach().cpu().contiguous() for name, t in tensors.items()},
+            {name: t.detach().contiguous() for name, t in tensors.items()},
             scratch / WEIGHTS_FILE,
             metadata={"format": "pt"},
         )

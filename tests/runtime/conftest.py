@@ -18,7 +18,7 @@ os.environ["PYTHONPATH"] = os.pathsep.join(
     [_HERE, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
 )
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc of functions
-os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 import pytest  # noqa: E402
 

@@ -16,7 +16,7 @@ MAX_STEPS = 5000
 
 @dataclass
 class Run:
-    """What a workload gave: outputs by request number, aborted ones as far as they got."""
+    """What a workload gave: outputs by request; aborted ones as far as they got."""
 
     outputs: dict[int, list[int]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)

@@ -232,7 +232,7 @@ class ToyPipeline:
         sampled = int32([next_token(row) for row in cells])
         accepted = verify(last.pool, rows, sampled)
         self.results[-1] = rows, accepted
-        counts = RowCounts.count(last.pool, rows, accepted)
+        counts = RowCounts.of_rows(last.pool, rows, accepted)
         self.report(decode, accepted, counts)
 
     def write(self, slot: int, position: int, tokens: list[int]) -> list[int]:

@@ -39,7 +39,9 @@ def engine(start, tmp_path_factory) -> Engine:
         ([1] + [(7 * i + j * 13) % (VOCAB_SIZE - 3) + 3 for j in range(4 + i)], params)
         for i in range(NUM_SEQS)
     ]
-    llm.collective_rpc(worker_probes.stub_drafts, args=([(p, []) for p, _ in requests], 0))
+    llm.collective_rpc(
+        worker_probes.stub_drafts, args=([(p, []) for p, _ in requests], 0)
+    )
     expected = run(llm, requests).outputs
     records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
     return Engine(llm, requests, expected, records)
@@ -56,7 +58,7 @@ def speculate(engine: Engine, theta: float, **rows: Any) -> Run:
 
 
 def steady(result: Run) -> list[dict[str, Any]]:
-    """The ticks in which every request decodes: after the last prefill, before any ends."""
+    """Ticks in which every request decodes: after the last prefill, before any ends."""
     full = [
         i
         for i, tick in enumerate(result.iterations)

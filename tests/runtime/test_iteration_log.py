@@ -54,7 +54,7 @@ def count(rows: list[tuple[int, int, int]]) -> dict[str, int]:
     slot_column = torch.tensor(slots, dtype=torch.int32)
     step = Rows(slot_column, torch.zeros_like(slot_column), positions, tokens, kinds)
     accepted = verify(pool, step, torch.full_like(slot_column, 7))
-    counted = RowCounts.count(pool, step, accepted)
+    counted = RowCounts.of_rows(pool, step, accepted)
     assert counted.dtype == torch.int64
     return RowCounts(*counted.tolist())._asdict()
 

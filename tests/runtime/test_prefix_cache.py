@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prefix caching under speculation: hits on prompts and on text still being generated."""
+"""Prefix caching under speculation: hits on prompts and on text being generated."""
 
 import pytest
 import worker_probes
@@ -53,7 +53,9 @@ def test_followers_of_running_requests(llm, theta, row_budget):
 
     records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
     records += [
-        (text[: n + 1], text[n + 1 :]) for text in texts for n in range(0, len(text), BLOCK)
+        (text[: n + 1], text[n + 1 :])
+        for text in texts
+        for n in range(0, len(text), BLOCK)
     ]
     llm.reset_prefix_cache()
     rpc(worker_probes.stub_drafts, args=(records, theta))

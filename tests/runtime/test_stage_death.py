@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A stage that dies or raises ends in an exception, in seconds, with nothing left over."""
+"""A stage that dies or raises: an exception within seconds, and nothing left over."""
 
 import os
 import signal

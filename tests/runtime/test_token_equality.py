@@ -34,7 +34,9 @@ class Pipeline(NamedTuple):
     records: list
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=lambda s: f"{s.family}-{s.num_stages}")
+@pytest.fixture(
+    scope="module", params=SETUPS, ids=lambda s: f"{s.family}-{s.num_stages}"
+)
 def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     setup, tmp = request.param, tmp_path_factory.mktemp("models")
     model = make_model(setup.family, tmp, setup.num_layers)
