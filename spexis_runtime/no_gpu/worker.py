@@ -5,6 +5,7 @@ from spexis_runtime import patches
 
 patches.shim_streams()
 patches.gumbel_sample_in_torch()
+patches.top_k_top_p_in_torch()
 
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402

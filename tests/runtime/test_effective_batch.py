@@ -82,7 +82,8 @@ def test_verified_tokens_per_step(engine, theta):
 
 @pytest.mark.parametrize("row_budget", [4, 5])
 def test_small_budgets_starve_nobody(engine, row_budget):
-    speculate(engine, 0.5, row_budget=row_budget)
+    # after the prefill all drafts are wrong, so more rows are normal than the budget
+    speculate(engine, 0.0, row_budget=row_budget)
     waited = max(engine.llm.collective_rpc(worker_probes.longest_wait))
     # N steps until the result of its last row, then at most all others before it
     assert 0 < waited <= NUM_STAGES + -(-NUM_SEQS // row_budget)

@@ -13,6 +13,7 @@ from models import make_adapter, make_model
 from vllm import SamplingParams
 
 PROMPTS = [{"prompt_token_ids": [1, 5 + i, 9]} for i in range(4)]
+TRACKER = "multiprocessing.resource_tracker"
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 
@@ -29,14 +30,20 @@ def raise_at_next_step(worker) -> None:
         worker.model_runner.execute_model = fail
 
 
-def processes() -> set[int]:
-    """Everything this test process started, and whatever Ray runs on the machine."""
+def processes() -> dict[int, str]:
+    """Everything this test process started, and whatever Ray runs on the machine.
+
+    But for the dead that nobody has waited for yet, and Python's own resource tracker.
+    """
     mine = {p.pid for p in psutil.Process().children(recursive=True)}
-    for process in psutil.process_iter(["cmdline"]):
+    found = {}
+    for process in psutil.process_iter(["cmdline", "status"]):
         command = " ".join(process.info["cmdline"] or [])
-        if "raylet" in command or "gcs_server" in command or "ray::" in command:
-            mine.add(process.pid)
-    return mine
+        of_ray = any(name in command for name in ("raylet", "gcs_server", "ray::"))
+        alive = process.info["status"] != psutil.STATUS_ZOMBIE
+        if alive and (of_ray or process.pid in mine) and TRACKER not in command:
+            found[process.pid] = command[:200]
+    return found
 
 
 @pytest.fixture
@@ -69,6 +76,7 @@ def raise_in_first(llm) -> None:
 )
 def test_generate_raises_and_nothing_stays(start, llm, break_it):
     before = processes()
+    assert any("ray::" in command for command in before.values())
     llm.generate(PROMPTS, SHORT, use_tqdm=False)
     break_it(llm)
     begin = time.monotonic()
@@ -77,11 +85,6 @@ def test_generate_raises_and_nothing_stays(start, llm, break_it):
     assert time.monotonic() - begin < 30
     shut_down(llm)
     deadline = time.monotonic() + 20
-    while (left := processes() & before) and time.monotonic() < deadline:
+    while (left := processes().keys() & before.keys()) and time.monotonic() < deadline:
         time.sleep(0.5)
-    left = {
-        pid
-        for pid in left
-        if "resource_tracker" not in " ".join(psutil.Process(pid).cmdline())
-    }
-    assert not left, f"processes left over: {left}"
+    assert not {pid: before[pid] for pid in left}, "processes left over"
