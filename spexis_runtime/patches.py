@@ -139,8 +139,8 @@ def gumbel_sample_in_torch() -> None:
 def top_k_top_p_in_torch() -> None:
     """vLLM's sampler takes its own plain-torch top-k and top-p.
 
-    Reason: it prefers its Triton kernel where Triton is there, and that one does not run
-    in the interpreter. Remove when it looks at the tensors' device.
+    Reason: it prefers its Triton kernel where Triton is there, and that one does not
+    run in the interpreter. Remove when it looks at the tensors' device.
     """
     import vllm.v1.worker.gpu.sample.sampler as sampler
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
