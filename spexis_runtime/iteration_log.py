@@ -24,6 +24,13 @@ class RowCounts(NamedTuple):
     drafts_after_valid: int  # draft rows all of whose predecessors were right
     accepted_drafts: int  # of those, right themselves
 
+    @property
+    def acceptance(self) -> float | None:
+        """theta of the step; None where no draft had a right prefix."""
+        if not self.drafts_after_valid:
+            return None
+        return round(self.accepted_drafts / self.drafts_after_valid, 4)
+
     @staticmethod
     def of_rows(pool: RequestPool, rows: Rows, accepted: torch.Tensor) -> torch.Tensor:
         """[5] int64 in the order of the fields, from the rows' fate.

@@ -34,10 +34,24 @@ class LoggedScheduler(AsyncScheduler):
         log_dir = self.spexis_config.log_dir
         self.iteration_log = None if log_dir is None else IterationLog(log_dir)
         self.num_preemptions = 0
+        self.num_steps = 0  # whose results have arrived
+        self.prefill_tokens: deque[int] = deque()  # of each step in flight
 
     def _preempt_request(self, request: Request, timestamp: float) -> None:
         super()._preempt_request(request, timestamp)
         self.num_preemptions += 1
+
+    def prefilling(self, scheduler_output: SchedulerOutput) -> set[str]:
+        """Requests that compute known tokens in a step that was just scheduled."""
+        new = {request.req_id for request in scheduler_output.scheduled_new_reqs}
+        scheduled = scheduler_output.num_scheduled_tokens
+        return new | {i for i in scheduled if self.requests[i].is_prefill_chunk}
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        scheduled = scheduler_output.num_scheduled_tokens
+        prefilling = self.prefilling(scheduler_output)
+        self.prefill_tokens.append(sum(scheduled[i] for i in prefilling))
+        super()._update_after_schedule(scheduler_output)
 
     def row_counts(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
@@ -51,12 +65,17 @@ class LoggedScheduler(AsyncScheduler):
     ) -> Any:
         counts = self.row_counts(scheduler_output, model_runner_output)
         outputs = super().update_from_output(scheduler_output, model_runner_output)
+        self.num_steps += 1
+        prefill_tokens = self.prefill_tokens.popleft()
         if self.iteration_log is not None:
             blocks = self.kv_cache_manager.block_pool
             self.iteration_log.write(
+                step=self.num_steps,
                 scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
                 scheduled_requests=len(scheduler_output.num_scheduled_tokens),
+                prefill_tokens=prefill_tokens,
                 **counts._asdict(),
+                acceptance=counts.acceptance,
                 running=len(self.running),
                 waiting=len(self.waiting) + len(self.skipped_waiting),
                 preemptions=self.num_preemptions,
@@ -93,8 +112,7 @@ class SpexisScheduler(LoggedScheduler):
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = {i: self.requests[i] for i in scheduler_output.num_scheduled_tokens}
         before = {i: r.num_output_placeholders for i, r in scheduled.items()}
-        prefilling = {new.req_id for new in scheduler_output.scheduled_new_reqs}
-        prefilling |= {i for i, r in scheduled.items() if r.is_prefill_chunk}
+        prefilling = self.prefilling(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         for req_id, request in scheduled.items():
             request.next_decode_eligible_step = 0
