@@ -9,6 +9,7 @@ import threading
 from typing import Any
 
 from vllm.platforms import current_platform
+from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.ray_utils import ray
 
@@ -56,6 +57,12 @@ class SpexisRayExecutor(RayExecutorV2):
                 )
         super()._init_executor()
 
+    @staticmethod
+    def _select_tcpstore_port(local_dp_rank: int | None, master_port: int) -> int:
+        # vLLM's choice starts at port 100 without data parallelism, so that engines
+        # that start at the same time take the same one
+        return get_open_port()
+
     def _build_runtime_env(self) -> dict[str, Any]:
         runtime_env = super()._build_runtime_env()
         variables = runtime_env["env_vars"]
@@ -66,6 +73,7 @@ class SpexisRayExecutor(RayExecutorV2):
 
     def _join_monitor_thread(self) -> None:
         # a dead stage wakes the monitor at once, instead of at its next poll in 5 s
-        for handle in getattr(self, "ray_worker_handles", []):
-            ray.kill(handle.actor)
+        if ray.is_initialized():
+            for handle in getattr(self, "ray_worker_handles", []):
+                ray.kill(handle.actor)
         super()._join_monitor_thread()
