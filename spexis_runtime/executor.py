@@ -1,13 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """One Ray actor a stage: vLLM's Ray executor, also on a machine without a GPU."""
 
+import contextlib
 import logging
 import multiprocessing
 import multiprocessing.connection
+import multiprocessing.util
 import os
 import threading
 from typing import Any
 
+import psutil
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
@@ -26,15 +29,30 @@ class NoGpuRayWorkerProc(RayWorkerProc):
         return node_id, [self._init_kwargs["rank"]]
 
 
+def _end_children() -> None:
+    """End what this engine process started: its own Ray cluster, to the last agent.
+
+    Ray's agents outlive its raylet for a while, as nobody's children.
+    """
+    children = psutil.Process().children(recursive=True)
+    if ray.is_initialized():
+        ray.shutdown()
+    for child in children:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            child.kill()
+
+
 def _end_with_parent() -> None:
-    """End this engine process, and with it its Ray cluster, when its parent dies."""
+    """Leave no process behind when this engine process ends, or its parent dies."""
     parent = multiprocessing.parent_process()
     if parent is None:  # the engine runs in the user's own process
         return
+    multiprocessing.util.Finalize(None, _end_children, exitpriority=100)
 
     def wait() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        os._exit(1)  # Ray's processes end with the process that started them
+        _end_children()
+        os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="end-with-parent").start()
 

@@ -19,6 +19,8 @@ class Run:
     """What a workload gave: outputs by request; aborted ones as far as they got."""
 
     outputs: dict[int, list[int]] = field(default_factory=dict)
+    # the likeliest tokens at each position, of prompt and output, where asked for
+    logprobs: dict[int, list[list[int]]] = field(default_factory=dict)
     aborted: set[int] = field(default_factory=set)
     iterations: list[dict[str, Any]] = field(default_factory=list)
 
@@ -72,6 +74,8 @@ def run(
             result.outputs[i] = list(output.outputs[0].token_ids)
             if output.finished:
                 live.discard(i)
+                positions = output.prompt_logprobs or output.outputs[0].logprobs or []
+                result.logprobs[i] = [sorted(position or {}) for position in positions]
             follower = on_output(i, result.outputs[i])
             if follower is not None:
                 engine.add_request(f"{name}-{followers}", *follower)

@@ -16,10 +16,10 @@ PARAMS = [
     SamplingParams(temperature=0, max_tokens=48),  # some end by EOS
     # stop strings that span tokens: a space begins the next one
     SamplingParams(temperature=0, max_tokens=48, stop=["e "]),
-    SamplingParams(temperature=0, max_tokens=48, stop=["s "], min_tokens=8),
-    SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=1),
+    SamplingParams(temperature=0, max_tokens=48, stop=["the "], min_tokens=8),
+    SamplingParams(temperature=0, max_tokens=1),
     SamplingParams(temperature=0.8, seed=3, max_tokens=32, top_p=0.9),
-    SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.3, logprobs=2),
+    SamplingParams(temperature=0, max_tokens=32, repetition_penalty=1.3),
 ]
 GREETINGS = [
     [{"role": "user", "content": text}]
@@ -35,8 +35,6 @@ def answers(llm) -> list:
             list(o.outputs[0].token_ids),
             o.outputs[0].text,
             o.outputs[0].finish_reason,
-            [sorted(position) for position in o.outputs[0].logprobs or []],
-            [sorted(position or {}) for position in o.prompt_logprobs or []],
         )
         for o in outputs
     ]
@@ -79,8 +77,6 @@ def test_the_cases_are_what_they_are_meant_to_be(both):
     assert expected[1][2] == expected[2][2] == "stop"
     assert any(answer[2] == "stop" for answer in expected[6:]), "none ends by EOS"
     assert len(expected[3][0]) == 1
-    assert len(expected[3][4]) > 10, "logprobs of every prompt token"
-    assert len(expected[5][3]) == len(expected[5][0]) > 1, "logprobs of every token"
 
 
 def test_trained_drafts_are_accepted(both):

@@ -31,6 +31,7 @@ class Pipeline(NamedTuple):
     setup: Setup
     requests: list
     expected: dict[int, list[int]]
+    logprobs: dict[int, list[list[int]]]
     records: list
 
 
@@ -45,7 +46,10 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     # with room: vLLM 0.26 keeps late results of a preempted request and may then repeat
     # a token (pull request 38624 describes it)
     plain = start(model, **options)
-    expected = run(plain, requests).outputs
+    reference = run(plain, requests)
+    expected = reference.outputs
+    assert len(reference.logprobs[4]) == len(requests[4][0]), "prompt logprobs"
+    assert len(reference.logprobs[0]) == len(expected[0]), "logprobs"
     shut_down(plain)
     assert len({t for output in expected.values() for t in output}) > 200, "too tame"
     llm = start(
@@ -56,7 +60,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     )
     llm.collective_rpc(worker_probes.poison_new_blocks)
     records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
-    yield Pipeline(llm, setup, requests, expected, records)
+    yield Pipeline(llm, setup, requests, expected, reference.logprobs, records)
     shut_down(llm)
 
 
@@ -89,6 +93,8 @@ def speculate(pipeline: Pipeline, theta: float, rows: dict | None = None, **how)
 def test_tokens_equal_plain(pipeline, theta, rows, how):
     result = speculate(pipeline, theta, rows, **how)
     assert differing(result, pipeline.expected) == []
+    for i in result.outputs.keys() - result.aborted:
+        assert result.logprobs[i] == pipeline.logprobs[i], f"logprobs of request {i}"
     drafts, accepted = result.total("draft_rows"), result.total("accepted_drafts")
     if theta == 0:
         assert accepted == 0 < drafts
