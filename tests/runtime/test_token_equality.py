@@ -10,6 +10,8 @@ from conftest import shut_down
 from driver import Run, differing, run
 from models import make_adapter, make_model, make_requests
 
+MAX_NUM_SEQS = 8
+
 
 class Setup(NamedTuple):
     family: str
@@ -35,13 +37,15 @@ class Pipeline(NamedTuple):
     records: list
 
 
-@pytest.fixture(
-    scope="module", params=SETUPS, ids=lambda s: f"{s.family}-{s.num_stages}"
-)
+@pytest.fixture(scope="module")
 def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     setup, tmp = request.param, tmp_path_factory.mktemp("models")
     model = make_model(setup.family, tmp, setup.num_layers)
-    options = dict(pipeline_parallel_size=setup.num_stages, skip_tokenizer_init=True)
+    options = dict(
+        pipeline_parallel_size=setup.num_stages,
+        max_num_seqs=MAX_NUM_SEQS,
+        skip_tokenizer_init=True,
+    )
     requests = make_requests()
     # with room: vLLM 0.26 keeps late results of a preempted request and may then repeat
     # a token (pull request 38624 describes it)
@@ -76,21 +80,34 @@ def speculate(pipeline: Pipeline, theta: float, rows: dict | None = None, **how)
     return result
 
 
+LEAST: dict[str, Any] = dict(row_budget="least")  # ceil(B / N)
+CASES: list[tuple[float, dict, dict]] = [
+    (1.0, {}, {}),
+    (0.8, LEAST, dict(seed=1, staggered=True)),
+    (0.4, dict(drop_ratio=0.5), dict(seed=6, staggered=True, abort_rate=0.06)),
+]
+MORE_CASES: list[tuple[float, dict, dict]] = [
+    (0.0, {}, {}),
+    (0.6, {}, dict(staggered=True)),
+    (0.5, dict(row_budget=6), dict(seed=2, staggered=True)),
+    (0.7, dict(drop_ratio=0.5), dict(seed=3)),
+    (0.7, dict(drop_ratio=0.15), dict(seed=4, staggered=True)),
+    (0.6, LEAST, dict(seed=5, abort_rate=0.06)),
+]
+
+
 @pytest.mark.parametrize(
-    "theta, rows, how",
+    "pipeline, theta, rows, how",
     [
-        (1.0, {}, {}),
-        (0.0, {}, {}),
-        (0.6, {}, dict(staggered=True)),
-        (0.8, dict(row_budget=4), dict(seed=1)),
-        (0.5, dict(row_budget=6), dict(seed=2, staggered=True)),
-        (0.7, dict(drop_ratio=0.5), dict(seed=3)),
-        (0.7, dict(drop_ratio=0.15), dict(seed=4, staggered=True)),
-        (0.6, {}, dict(seed=5, abort_rate=0.06)),
-        (0.4, dict(row_budget=4), dict(seed=6, abort_rate=0.06, staggered=True)),
+        pytest.param(setup, *case, id=f"{setup.family}-{setup.num_stages}-{i}")
+        for setup in SETUPS
+        for i, case in enumerate(CASES + MORE_CASES * (setup.num_stages == 2))
     ],
+    indirect=["pipeline"],
 )
 def test_tokens_equal_plain(pipeline, theta, rows, how):
+    if rows is LEAST:
+        rows = dict(row_budget=-(-MAX_NUM_SEQS // pipeline.setup.num_stages))
     result = speculate(pipeline, theta, rows, **how)
     assert differing(result, pipeline.expected) == []
     for i in result.outputs.keys() - result.aborted:
