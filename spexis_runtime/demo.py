@@ -27,7 +27,7 @@ from spexis_runtime.iteration_log import (
     tokens_per_step,
 )
 from spexis_runtime.no_gpu.environment import configure_environment, gpu_count, use_cpu
-from spexis_runtime.tools.smollm2 import ensure_smollm2
+from spexis_runtime.tools.smollm2 import SmolLM2Error, ensure_smollm2
 
 NUM_STAGES = 2
 MAX_NUM_SEQS = 4
@@ -138,7 +138,9 @@ def show(figures: dict[str, Any], plain: Answers, speculative: Answers) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m spexis_runtime.demo", description=__doc__
+        prog="python -m spexis_runtime.demo",
+        description="Answer chat prompts over two stages, with speculation and not.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--max-tokens", type=int, default=32, help="of each answer")
     parser.add_argument(
@@ -147,6 +149,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.max_tokens < 1:
         parser.error(f"--max-tokens must be at least 1, got {args.max_tokens}")
+    if not args.out.absolute().parent.is_dir():
+        parser.error(f"--out: there is no directory {args.out.absolute().parent}")
     gpus = gpu_count()
     if gpus < NUM_STAGES:
         console.print(
@@ -157,7 +161,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     configure_environment()
 
     console.rule("1 of 3: the model")
-    model = ensure_smollm2(dtype="float32")
+    try:
+        model = ensure_smollm2(dtype="float32")
+    except SmolLM2Error as error:
+        sys.exit(f"error: {error}")
     console.print(f"SmolLM2-135M-Instruct is in {model}")
     console.rule("2 of 3: two stages, speculating")
     speculative = answer(model, ADAPTER, args.max_tokens)

@@ -50,7 +50,7 @@ class LLM(vllm.LLM):
 
     def __init__(
         self,
-        model: str,
+        model: str | os.PathLike[str],
         *,
         exit_model: str | os.PathLike[str] | None = None,
         row_budget: int | Literal["auto"] = "auto",
@@ -60,6 +60,7 @@ class LLM(vllm.LLM):
     ) -> None:
         check_versions()
         configure_environment()
+        model = os.fspath(model)
         config = SpexisConfig(
             exit_model=_absolute("exit_model", exit_model),
             row_budget=row_budget,
@@ -114,8 +115,9 @@ def _check_options(model: str, options: dict[str, Any]) -> None:
         raise SpexisConfigError(
             f"pipeline_parallel_size must be an int of at least 1, got {num_stages!r}"
         )
-    # vLLM would look for a repository of that name
-    if model.startswith(("/", "./", "../", "~")) and not os.path.exists(model):
+    # vLLM would look for a repository of that name, ORGANISATION/NAME at most
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and not os.path.exists(model):
         raise SpexisConfigError(f"model {model} does not exist")
 
 
