@@ -19,12 +19,13 @@ class Setup(NamedTuple):
     exit_layer: int
     num_layers: int
     num_gpu_blocks: int  # small: requests get preempted
+    num_requests: int
 
 
 SETUPS = [
-    Setup("llama", 2, 2, 4, 25),
-    Setup("qwen2", 3, 1, 5, 400),
-    Setup("qwen3", 4, 2, 6, 25),
+    Setup("llama", 2, 2, 4, 25, 16),
+    Setup("qwen2", 3, 1, 5, 400, 12),
+    Setup("qwen3", 4, 2, 6, 25, 10),
 ]
 
 
@@ -46,7 +47,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
         max_num_seqs=MAX_NUM_SEQS,
         skip_tokenizer_init=True,
     )
-    requests = make_requests()
+    requests = make_requests(setup.num_requests)
     # with room: vLLM 0.26 keeps late results of a preempted request and may then repeat
     # a token (pull request 38624 describes it)
     plain = start(model, **options)
@@ -55,7 +56,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     assert len(reference.logprobs[4]) == len(requests[4][0]), "prompt logprobs"
     assert len(reference.logprobs[0]) == len(expected[0]), "logprobs"
     shut_down(plain)
-    assert len({t for output in expected.values() for t in output}) > 200, "too tame"
+    assert len({t for output in expected.values() for t in output}) > 100, "too tame"
     llm = start(
         model,
         exit_model=make_adapter(model, setup.exit_layer, tmp),
