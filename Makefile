@@ -20,7 +20,7 @@ demo: .venv/.installed
 	.venv/bin/python -m spexis_runtime.demo
 
 test: .venv/.installed
-	.venv/bin/python -m pytest
+	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """One Ray actor a stage: vLLM's Ray executor, also on a machine without a GPU."""
 
-import contextlib
+import atexit
 import logging
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.util
 import os
 import threading
 from typing import Any
 
-import psutil
 from vllm.platforms import current_platform
 from vllm.utils.network_utils import get_open_port
 from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
@@ -19,6 +17,7 @@ from vllm.v1.executor.ray_utils import ray
 from spexis_runtime import patches
 from spexis_runtime.no_gpu.environment import ALWAYS, NO_GPU_ENVIRONMENT
 from spexis_runtime.no_gpu.platform import STAGE_RESOURCE
+from spexis_runtime.process_guard import ProcessGuard
 
 
 class NoGpuRayWorkerProc(RayWorkerProc):
@@ -29,29 +28,13 @@ class NoGpuRayWorkerProc(RayWorkerProc):
         return node_id, [self._init_kwargs["rank"]]
 
 
-def _end_children() -> None:
-    """End what this engine process started: its own Ray cluster, to the last agent.
-
-    Ray's agents outlive its raylet for a while, as nobody's children.
-    """
-    children = psutil.Process().children(recursive=True)
-    if ray.is_initialized():
-        ray.shutdown()
-    for child in children:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
-
-
 def _end_with_parent() -> None:
-    """Leave no process behind when this engine process ends, or its parent dies."""
+    """End this engine process when its parent dies."""
     parent = multiprocessing.parent_process()
-    if parent is None:  # the engine runs in the user's own process
-        return
-    multiprocessing.util.Finalize(None, _end_children, exitpriority=100)
+    assert parent is not None
 
     def wait() -> None:
         multiprocessing.connection.wait([parent.sentinel])
-        _end_children()
         os._exit(1)
 
     threading.Thread(target=wait, daemon=True, name="end-with-parent").start()
@@ -61,9 +44,13 @@ class SpexisRayExecutor(RayExecutorV2):
     """vLLM's Ray executor; with no GPU it starts a private cluster with stage slots."""
 
     def _init_executor(self) -> None:
-        _end_with_parent()
+        own_process = multiprocessing.parent_process() is not None
+        if own_process:  # else the engine runs in the user's
+            _end_with_parent()
+            self.guard = ProcessGuard()
         if current_platform.ray_device_key == STAGE_RESOURCE:
             patches.ray_worker_class(NoGpuRayWorkerProc)
+            patches.sleep_between_looks()
             if not ray.is_initialized():
                 ray.init(
                     address="local",
@@ -73,7 +60,13 @@ class SpexisRayExecutor(RayExecutorV2):
                     include_dashboard=False,
                     logging_level=logging.ERROR,
                 )
-        super()._init_executor()
+                if own_process:  # the guard ends the cluster, and at once
+                    atexit.unregister(ray.shutdown)
+        try:
+            super()._init_executor()
+        finally:
+            if own_process:
+                self.guard.watch_children()
 
     @staticmethod
     def _select_tcpstore_port(local_dp_rank: int | None, master_port: int) -> int:

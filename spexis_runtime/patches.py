@@ -7,6 +7,8 @@ pinned version changes, this file is what has to be read again.
 
 import contextlib
 import importlib
+import pkgutil
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,7 +44,7 @@ def ray_worker_class(replacement: type) -> None:
     ray_executor.RayWorkerProc = replacement
 
 
-def cache_decode_blocks_on_results(kv_cache_manager: Any) -> None:
+def allocate_without_caching(kv_cache_manager: Any) -> None:
     """`allocate_slots` of this manager puts no block in the prefix cache.
 
     Reason: it caches blocks up to the newest known token, whose slot may still hold the
@@ -146,3 +148,28 @@ def top_k_top_p_in_torch() -> None:
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p_pytorch
 
     sampler.apply_top_k_top_p = apply_top_k_top_p_pytorch
+
+
+def small_kernels_in_torch() -> None:
+    """The kernels that move a few integers for each request run in plain torch.
+
+    Reason: Triton's interpreter takes most of a step's time for them. The V2 runner
+    takes them by name, so this comes before it is imported. Remove when vLLM's CPU path
+    does without Triton.
+    """
+    from spexis_runtime.no_gpu.small_kernels import REPLACED
+
+    for owner, functions in REPLACED.items():
+        for function in functions:
+            setattr(pkgutil.resolve_name(owner), function.__name__, function)
+
+
+def sleep_between_looks() -> None:
+    """A process that waits for a message between engine and stages sleeps.
+
+    Reason: vLLM's wait spins for the first second, on a core that the stages of a
+    machine without a GPU compute on. Remove when it can be told not to.
+    """
+    import vllm.distributed.device_communicators.shm_broadcast as shm_broadcast
+
+    shm_broadcast.sched_yield = lambda: time.sleep(0.0005)

@@ -106,7 +106,7 @@ class SpexisScheduler(LoggedScheduler):
             raise SpexisConfigError(
                 "SpexisScheduler needs async_scheduling, got async_scheduling=False"
             )
-        patches.cache_decode_blocks_on_results(self.kv_cache_manager)
+        patches.allocate_without_caching(self.kv_cache_manager)
         self.steps_in_flight: deque[FedStep] = deque()
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:

@@ -4,6 +4,8 @@
 from spexis_runtime import patches
 
 patches.shim_streams()
+patches.small_kernels_in_torch()
+patches.sleep_between_looks()
 patches.gumbel_sample_in_torch()
 patches.top_k_top_p_in_torch()
 

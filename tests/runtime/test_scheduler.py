@@ -332,7 +332,7 @@ def test_prefix_cache_holds_no_rejected_draft(
     ours = [wrong_followers(seed, wait_for_void) for seed in range(10)]
     assert sum(wrong for wrong, _ in ours) == 0
     assert sum(total for _, total in ours) > 20
-    monkeypatch.setattr(patches, "cache_decode_blocks_on_results", broken)
+    monkeypatch.setattr(patches, "allocate_without_caching", broken)
     theirs = [wrong_followers(seed, wait_for_void) for seed in range(10)]
     assert sum(wrong for wrong, _ in theirs) > 0
 
@@ -355,7 +355,7 @@ def test_no_prompt_is_read_in_the_step_that_computes_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     assert serve_a_shared_prompt() == BLOCK
-    monkeypatch.setattr(patches, "cache_decode_blocks_on_results", cache_at_once)
+    monkeypatch.setattr(patches, "allocate_without_caching", cache_at_once)
     with pytest.raises(AssertionError, match="read in the step that writes it"):
         serve_a_shared_prompt()
 

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage that dies or raises: an exception within seconds, and nothing left over."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -31,19 +32,35 @@ def raise_at_next_step(worker) -> None:
 
 
 def processes() -> dict[int, str]:
-    """Everything this test process started, and whatever Ray runs on the machine.
+    """Everything this test process started, down to Ray's agents, that is alive.
 
     But for the dead that nobody has waited for yet, and Python's own resource tracker.
     """
-    mine = {p.pid for p in psutil.Process().children(recursive=True)}
     found = {}
-    for process in psutil.process_iter(["cmdline", "status"]):
-        command = " ".join(process.info["cmdline"] or [])
-        of_ray = any(name in command for name in ("raylet", "gcs_server", "ray::"))
-        alive = process.info["status"] != psutil.STATUS_ZOMBIE
-        if alive and (of_ray or process.pid in mine) and TRACKER not in command:
-            found[process.pid] = command[:200]
+    for process in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            command = " ".join(process.cmdline())
+            if process.status() != psutil.STATUS_ZOMBIE and TRACKER not in command:
+                found[process.pid] = command[:200]
     return found
+
+
+def alive(processes: dict[int, str]) -> dict[int, str]:
+    """Those of `processes` that still run, whoever their parent is by now."""
+    left = {}
+    for pid, command in processes.items():
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
+                left[pid] = command
+    return left
+
+
+def outlast(before: dict[int, str]) -> dict[int, str]:
+    """Those of `before` that still run after a while."""
+    deadline = time.monotonic() + 20
+    while (left := alive(before)) and time.monotonic() < deadline:
+        time.sleep(0.5)
+    return left
 
 
 @pytest.fixture
@@ -84,7 +101,12 @@ def test_generate_raises_and_nothing_stays(start, llm, break_it):
         llm.generate(PROMPTS, LONG, use_tqdm=False)
     assert time.monotonic() - begin < 30
     shut_down(llm)
-    deadline = time.monotonic() + 20
-    while (left := processes().keys() & before.keys()) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    assert not {pid: before[pid] for pid in left}, "processes left over"
+    assert not outlast(before)
+
+
+def test_a_killed_engine_takes_its_processes_along(llm):
+    before = processes()
+    children = psutil.Process().children()
+    [engine] = [p for p in children if "EngineCore" in " ".join(p.cmdline())]
+    engine.kill()
+    assert not outlast(before)

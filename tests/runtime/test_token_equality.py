@@ -9,8 +9,10 @@ import worker_probes
 from conftest import shut_down
 from driver import Run, differing, run
 from models import make_adapter, make_model, make_requests
+from vllm import SamplingParams
 
 MAX_NUM_SEQS = 8
+LAST_REQUEST = [5, 6, 7], SamplingParams(max_tokens=2, detokenize=False)
 
 
 class Setup(NamedTuple):
@@ -19,13 +21,12 @@ class Setup(NamedTuple):
     exit_layer: int
     num_layers: int
     num_gpu_blocks: int  # small: requests get preempted
-    num_requests: int
 
 
 SETUPS = [
-    Setup("llama", 2, 2, 4, 25, 16),
-    Setup("qwen2", 3, 1, 5, 400, 12),
-    Setup("qwen3", 4, 2, 6, 25, 10),
+    Setup("llama", 2, 2, 4, 25),
+    Setup("qwen2", 3, 1, 5, 400),
+    Setup("qwen3", 4, 2, 6, 25),
 ]
 
 
@@ -38,7 +39,7 @@ class Pipeline(NamedTuple):
     records: list
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.family)
 def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     setup, tmp = request.param, tmp_path_factory.mktemp("models")
     model = make_model(setup.family, tmp, setup.num_layers)
@@ -47,7 +48,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
         max_num_seqs=MAX_NUM_SEQS,
         skip_tokenizer_init=True,
     )
-    requests = make_requests(setup.num_requests)
+    requests = make_requests()
     # with room: vLLM 0.26 keeps late results of a preempted request and may then repeat
     # a token (pull request 38624 describes it)
     plain = start(model, **options)
@@ -65,6 +66,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     )
     llm.collective_rpc(worker_probes.poison_new_blocks)
     records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
+    records.append((LAST_REQUEST[0], []))
     yield Pipeline(llm, setup, requests, expected, reference.logprobs, records)
     shut_down(llm)
 
@@ -74,9 +76,11 @@ def speculate(pipeline: Pipeline, theta: float, rows: dict | None = None, **how)
     rpc(worker_probes.stub_drafts, args=(pipeline.records, theta))
     rpc(worker_probes.set_rows, kwargs=rows or {})
     result = run(pipeline.llm, pipeline.requests, **how)
+    # aborted requests give back what they hold at the next step: let there be one
+    after = run(pipeline.llm, [LAST_REQUEST])
+    assert after.iterations[-1]["kv_blocks_used"] == 0
     states = rpc("check_integrity")
     assert all(state == states[0] for state in states), "slot numbers differ"
-    assert result.iterations[-1]["kv_blocks_used"] == 0
     assert min(rpc(worker_probes.poisoned_blocks)) > 0
     return result
 
@@ -86,8 +90,6 @@ CASES: list[tuple[float, dict, dict]] = [
     (1.0, {}, {}),
     (0.8, LEAST, dict(seed=1, staggered=True)),
     (0.4, dict(drop_ratio=0.5), dict(seed=6, staggered=True, abort_rate=0.06)),
-]
-MORE_CASES: list[tuple[float, dict, dict]] = [
     (0.0, {}, {}),
     (0.6, {}, dict(staggered=True)),
     (0.5, dict(row_budget=6), dict(seed=2, staggered=True)),
@@ -97,15 +99,7 @@ MORE_CASES: list[tuple[float, dict, dict]] = [
 ]
 
 
-@pytest.mark.parametrize(
-    "pipeline, theta, rows, how",
-    [
-        pytest.param(setup, *case, id=f"{setup.family}-{setup.num_stages}-{i}")
-        for setup in SETUPS
-        for i, case in enumerate(CASES + MORE_CASES * (setup.num_stages == 2))
-    ],
-    indirect=["pipeline"],
-)
+@pytest.mark.parametrize("theta, rows, how", CASES)
 def test_tokens_equal_plain(pipeline, theta, rows, how):
     if rows is LEAST:
         rows = dict(row_budget=-(-MAX_NUM_SEQS // pipeline.setup.num_stages))
