@@ -3,7 +3,7 @@
 
     x = mlp(initial_layernorm(h)),  h = hidden_states + residual of the stage
     x = x + self_attn(input_layernorm(x))
-    draft = argmax lm_head(post_attention_layernorm(x))
+    draft = argmax lm_head(post_attention_layernorm(x)), with the target's noise
 
 The paper's adapter (section 6). Its attention layer has KV of its own, in the same
 blocks as the target's, written for every token that passes stage 0.
@@ -88,15 +88,23 @@ class ExitHead(nn.Module):
         x = x + self.self_attn(kwargs["positions"], self.input_layernorm(x))
         self.hidden_states[: len(x)].copy_(self.post_attention_layernorm(x))
 
-    def propose(self, logits_indices: torch.Tensor, rows: Rows) -> Drafts:
+    def propose(
+        self,
+        logits_indices: torch.Tensor,
+        rows: Rows,
+        sampling: dict[str, torch.Tensor],
+    ) -> Drafts:
         """Draft the token after each row.
 
         Args:
             logits_indices: [num_rows] int64, the row's index among the step's tokens.
             rows: the step's rows, [num_rows]; a drafter may look at them.
+            sampling: temperature, seed and position of each row; empty: greedy.
         """
         head = draft_head(
-            self.hidden_states[logits_indices], self.lm_head.weight[: self.vocab_size]
+            self.hidden_states[logits_indices],
+            self.lm_head.weight[: self.vocab_size],
+            **sampling,
         )
         return Drafts(head.token, head.confidence)
 

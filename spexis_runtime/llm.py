@@ -79,15 +79,6 @@ class LLM(vllm.LLM):
             super().__init__(model, **_engine_options(config, kwargs))
         self.spexis_config = config
 
-    def _add_request(self, prompt: Any, params: Any, *args: Any, **kwargs: Any) -> str:
-        speculating = self.spexis_config.exit_model is not None
-        if speculating and getattr(params, "structured_outputs", None) is not None:
-            raise SpexisConfigError(
-                "structured_outputs cannot go with exit_model yet: the grammar's state "
-                "is on the host, behind the drafts"
-            )
-        return super()._add_request(prompt, params, *args, **kwargs)
-
 
 def _absolute(name: str, path: Any) -> str | None:
     if path is None:
@@ -156,12 +147,14 @@ def _check_speculation(
         ("enable_lora", "LoRA is not supported with speculation yet"),
         ("quantization", "quantised models are not supported with speculation yet"),
         ("kv_transfer_config", "KV connectors are not supported with speculation"),
+        ("enable_sleep_mode", "sleep is not supported with speculation"),
         ("hf_overrides", "the adapter is checked against the model's own config"),
     ):
         if options.get(name):
             raise SpexisConfigError(f"exit_model cannot go with {name}: {why}")
     for name, only in (
         ("tensor_parallel_size", 1),
+        ("data_parallel_size", 1),
         ("decode_context_parallel_size", 1),
         ("prefill_context_parallel_size", 1),
         ("runner", "generate"),

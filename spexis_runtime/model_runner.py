@@ -27,11 +27,13 @@ from spexis_kernels import absorb, select_rows, store_drafts, verify
 from spexis_kernels.constants import INVALID_TOKEN, PAD_SLOT_ID
 from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime.config import SpexisConfig
+from spexis_runtime.draft_sampling import DraftSampling
 from spexis_runtime.exit_head import ExitHead
 from spexis_runtime.iteration_log import RowCounts
 from spexis_runtime.results import ResultHandler, SpexisOutput
 from spexis_runtime.step_inputs import StepInputs, build_step_inputs
 from spexis_runtime.step_plan import StepPlan, plan_step
+from spexis_runtime.structured_outputs import AnonymousRowsGrammar
 
 ROWS = "spexis_rows"
 """Key of the decode rows, [5, k] int32, among the tensors sent to the next stage."""
@@ -47,6 +49,7 @@ class SpexisModelRunner(GPUModelRunner):
         self.results = ResultHandler(vars(self)["pp_handler"])
         self.pp_handler = self.results
         self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, device)
+        self.draft_sampling = DraftSampling(self.max_num_reqs, device)
         self.step = 0
         self.plan: StepPlan
         self.inputs: StepInputs
@@ -62,6 +65,14 @@ class SpexisModelRunner(GPUModelRunner):
             with set_default_torch_dtype(self.dtype), self.device:
                 self.drafter = ExitHead(self.vllm_config, self.model, exit_model)
             self.model.register_forward_hook(self.drafter.after_model, with_kwargs=True)
+        if self.is_last_pp_rank:
+            self.structured_outputs_worker = AnonymousRowsGrammar(
+                lambda: self.inputs.rows.slots,
+                self.req_states.req_id_to_index,
+                self.max_num_reqs,
+                vocab_size=self.vocab_size,
+                device=self.device,
+            )
 
     # ---- a step -------------------------------------------------------------------
     @torch.inference_mode()
@@ -131,6 +142,10 @@ class SpexisModelRunner(GPUModelRunner):
         pool.last_token[slots] = last_token
         pool.generation[slots] += 1
         pool.draft[slots] = INVALID_TOKEN
+        if self.is_first_pp_rank:
+            self.draft_sampling.add_requests(
+                [value[0] for value in values], [r.sampling_params for r in new]
+            )
 
     def prepare_inputs(
         self, scheduler_output: SchedulerOutput, batch_desc: BatchExecutionDescriptor
@@ -177,10 +192,16 @@ class SpexisModelRunner(GPUModelRunner):
         slot_mappings[:, : len(padding)].masked_fill_(padding, PAD_SLOT_ID)
         return block_tables, slot_mappings
 
+    def row_candidates(self) -> np.ndarray:
+        """Slots that may sit in the step's rows, as far as the host knows."""
+        chunks = self.inputs.batch.idx_mapping_np[self.plan.num_decode_rows :]
+        return np.concatenate((self.inputs.decode_slots_np, chunks))
+
     def draft(self) -> None:
         """Stage 0: the exit head drafts the token after each row."""
         rows = self.inputs.rows
-        drafts = self.drafter.propose(self.inputs.batch.logits_indices, rows)
+        sampling = self.draft_sampling.of_rows(rows, self.row_candidates())
+        drafts = self.drafter.propose(self.inputs.batch.logits_indices, rows, sampling)
         store_drafts(self.pool, rows, drafts.tokens, drafts.confidence)
 
     # ---- last stage ---------------------------------------------------------------
@@ -196,9 +217,7 @@ class SpexisModelRunner(GPUModelRunner):
         that may sit in a row.
         """
         inputs, k = self.inputs, self.plan.num_decode_rows
-        candidates = np.concatenate(
-            (inputs.decode_slots_np, input_batch.idx_mapping_np[k:])
-        )
+        candidates = self.row_candidates()
         batch = dataclasses.replace(input_batch, idx_mapping_np=candidates)
         output, _, _ = super().sample(hidden_states, batch, grammar_output)
         accepted = verify(self.pool, inputs.rows, output.sampled_token_ids[:, 0])

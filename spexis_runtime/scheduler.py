@@ -10,6 +10,8 @@ holds for every decoding request between two calls, which keeps vLLM's own arith
 right and makes lookahead blocks unnecessary.
 """
 
+import random
+import sys
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -21,6 +23,8 @@ from vllm.v1.request import Request
 from spexis_runtime import patches
 from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.iteration_log import IterationLog, RowCounts
+
+NEVER = sys.maxsize  # a step
 
 
 class LoggedScheduler(AsyncScheduler):
@@ -108,6 +112,15 @@ class SpexisScheduler(LoggedScheduler):
             )
         patches.allocate_without_caching(self.kv_cache_manager)
         self.steps_in_flight: deque[FedStep] = deque()
+        self.seeds = random.Random(self.vllm_config.model_config.seed)
+
+    def add_request(self, request: Request) -> None:
+        params = request.sampling_params
+        if params is not None and params.temperature > 0 and params.seed is None:
+            # all stages must draw with the same noise
+            request.sampling_params = params.clone()
+            request.sampling_params.seed = self.seeds.getrandbits(63)
+        super().add_request(request)
 
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = {i: self.requests[i] for i in scheduler_output.num_scheduled_tokens}
@@ -115,7 +128,10 @@ class SpexisScheduler(LoggedScheduler):
         prefilling = self.prefilling(scheduler_output)
         super()._update_after_schedule(scheduler_output)
         for req_id, request in scheduled.items():
-            request.next_decode_eligible_step = 0
+            # one row in flight for a request with a grammar: its mask is made on the
+            # host, for the state after all tokens before
+            waits = request.use_structured_output and request.num_output_placeholders
+            request.next_decode_eligible_step = NEVER if waits else 0
             if req_id in prefilling:  # KV of known tokens: sound from the next step on
                 self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
         self.steps_in_flight.append(
@@ -133,6 +149,7 @@ class SpexisScheduler(LoggedScheduler):
         super()._preempt_request(request, timestamp)
         # results still in flight belong to an older generation and will be dropped
         request.num_output_placeholders = 0
+        request.next_decode_eligible_step = 0
 
     def row_counts(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
@@ -157,4 +174,9 @@ class SpexisScheduler(LoggedScheduler):
             ):
                 request.num_computed_tokens -= 1
                 request.num_output_placeholders -= 1
-        return super().update_from_output(scheduler_output, model_runner_output)
+        outputs = super().update_from_output(scheduler_output, model_runner_output)
+        for request_id in step.generations:
+            request = self.requests.get(request_id)
+            if request is not None and not request.num_output_placeholders:
+                request.next_decode_eligible_step = 0
+        return outputs

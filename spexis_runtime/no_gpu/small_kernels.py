@@ -9,10 +9,12 @@ path does not have, tokens drafted by vLLM's own speculation, is left to those.
 
 from typing import Any
 
+import numpy as np
 import torch
 from vllm.v1.attention.backends.utils import PAD_SLOT_ID
 from vllm.v1.worker.gpu import input_batch
 from vllm.v1.worker.gpu.block_table import BlockTables
+from vllm.v1.worker.gpu.structured_outputs import StructuredOutputsWorker
 
 _combine_sampled_and_draft_tokens = input_batch.combine_sampled_and_draft_tokens
 _post_update = input_batch.post_update
@@ -165,6 +167,20 @@ def compute_token_logprobs(
     return logits.float().log_softmax(dim=-1).gather(1, token_ids.long())
 
 
+def apply_grammar_bitmask(
+    self: StructuredOutputsWorker,
+    logits: torch.Tensor,
+    input_batch: input_batch.InputBatch,
+    grammar_req_ids: list[str],
+    grammar_bitmask: np.ndarray,
+) -> None:
+    row_of = {req_id: row for row, req_id in enumerate(input_batch.req_ids)}
+    allowed = np.unpackbits(grammar_bitmask.view(np.uint8), axis=1, bitorder="little")
+    for req_id, mask in zip(grammar_req_ids, torch.from_numpy(allowed), strict=True):
+        forbidden = mask[: logits.shape[1]] == 0
+        logits[row_of[req_id]].masked_fill_(forbidden, -torch.inf)
+
+
 def _spans(start_loc: torch.Tensor, num_reqs: int) -> tuple[torch.Tensor, torch.Tensor]:
     return start_loc[:num_reqs], start_loc[1 : num_reqs + 1]
 
@@ -180,6 +196,10 @@ REPLACED: dict[str, tuple[Any, ...]] = {
     "vllm.v1.worker.gpu.block_table.BlockTables": (
         gather_block_tables,
         compute_slot_mappings,
+    ),
+    # which also asks for pinned memory, and so for a CUDA driver
+    "vllm.v1.worker.gpu.structured_outputs.StructuredOutputsWorker": (
+        apply_grammar_bitmask,
     ),
 }
 """Owner of each function's original -> the functions."""

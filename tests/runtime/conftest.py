@@ -13,7 +13,7 @@ use_cpu()
 configure_environment()
 # stages must find the tests' own modules, before Ray starts
 _HERE = str(Path(__file__).parent)
-sys.path.insert(0, _HERE)
+sys.path[:0] = [_HERE, str(Path(__file__).parents[1])]  # and tests/tolerances.py
 os.environ["PYTHONPATH"] = os.pathsep.join(
     [_HERE, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
 )

@@ -51,6 +51,7 @@ from spexis_kernels.constants import INVALID_TOKEN, PAD_SLOT_ID, PREFILL
 from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime import patches
 from spexis_runtime.config import SpexisConfig
+from spexis_runtime.draft_sampling import DraftSampling
 from spexis_runtime.iteration_log import RowCounts
 from spexis_runtime.model_runner import SpexisModelRunner
 from spexis_runtime.results import SpexisOutput
@@ -127,6 +128,7 @@ class Stage(SpexisModelRunner):
         sizes = MAX_NUM_SEQS, MAX_MODEL_LEN, MAX_NUM_BATCHED_TOKENS, 0, VOCAB
         self.req_states = HostRequestState(*sizes, self.device)
         self.block_tables = BlockTables()
+        self.draft_sampling = DraftSampling(self.max_num_reqs, self.device)
         self.step = 0
         self.sampler = self.encoder_cache = None
         self.pp_handler = self.prompt_logprobs_worker = None
@@ -353,6 +355,8 @@ class ToyEngine(EngineCore):
             block_size=block_size,
             hash_block_size=hash_block_size,
         )
+        manager = self.scheduler.structured_output_manager
+        manager.should_advance = lambda request: False
         self.pipeline = self.model_executor = ToyPipeline(
             config, num_blocks, theta, random.Random(seed)
         )
@@ -368,7 +372,9 @@ class ToyEngine(EngineCore):
         self.live: set[str] = set()
         self.num_steps = 0
 
-    def submit(self, prompt: list[int], max_tokens: int, **params: Any) -> str:
+    def submit(
+        self, prompt: list[int], max_tokens: int, grammar: bool = False, **params: Any
+    ) -> str:
         request_id = f"request-{len(self.requests)}"
         request = Request(
             request_id,
@@ -377,6 +383,8 @@ class ToyEngine(EngineCore):
             None,
             block_hasher=self.hasher,
         )
+        if grammar:  # one that allows everything
+            request.structured_output_request = MagicMock()
         self.requests[request_id], self.outputs[request_id] = request, []
         self.live.add(request_id)
         self.scheduler.add_request(request)

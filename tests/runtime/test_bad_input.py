@@ -216,6 +216,11 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "LoRA": ({"enable_lora": True}, "exit_model cannot go with enable_lora"),
     "quantization": ({"quantization": "fp8"}, "cannot go with quantization"),
     "KV connector": ({"kv_transfer_config": {"a": 1}}, "go with kv_transfer_config"),
+    "sleep mode": ({"enable_sleep_mode": True}, "cannot go with enable_sleep_mode"),
+    "data parallelism": (
+        {"data_parallel_size": 2},
+        "exit_model needs data_parallel_size 1, got 2",
+    ),
     "context parallelism": (
         {"decode_context_parallel_size": 2},
         "exit_model needs decode_context_parallel_size 1, got 2",

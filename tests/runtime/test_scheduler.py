@@ -42,6 +42,7 @@ class CheckedScheduler(SpexisScheduler):
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
         self.prefill_len: dict[str, int] = {}  # request -> tokens when it was admitted
+        self.num_masks = 0
 
     def schedule(self, *args: Any) -> SchedulerOutput:
         output = super().schedule(*args)
@@ -54,6 +55,15 @@ class CheckedScheduler(SpexisScheduler):
         outputs = super().update_from_output(*args)
         self.check()
         return outputs
+
+    def get_grammar_bitmask(self, scheduler_output: SchedulerOutput) -> None:
+        """A mask is made for the state after all tokens: no result may be missing."""
+        assert not scheduler_output.pending_structured_output_tokens
+        for req_id in scheduler_output.num_scheduled_tokens:
+            r = self.requests[req_id]
+            if r.use_structured_output and not r.is_prefill_chunk:
+                assert r.num_output_placeholders == 1, "another row is in flight"
+                self.num_masks += 1
 
     def check(self) -> None:
         for r in self.running:
@@ -121,7 +131,8 @@ def serve_random_requests(
         while left and (not engine.busy or rng.random() < 0.4):
             left -= 1
             max_tokens = rng.choice([1, 2, rng.randint(3, 30), rng.randint(3, 30)])
-            engine.submit(random_prompt(rng, shared, engine), max_tokens)
+            grammar = rng.random() < 0.2
+            engine.submit(random_prompt(rng, shared, engine), max_tokens, grammar)
         if engine.live and rng.random() < abort_rate:
             victim = rng.choice(sorted(engine.live))
             aborted.add(victim)
@@ -154,6 +165,7 @@ def serve_random_requests(
         rejected_drafts=engine.pipeline.rejected_drafts,
         requests_without_row=engine.pipeline.requests_without_row,
         cached_tokens=engine.pipeline.cached_tokens,
+        masks=engine.scheduler.num_masks,
     )
 
 
@@ -174,6 +186,7 @@ def test_random_schedules_are_lossless(num_stages: int, num_blocks: int) -> None
         "rejected_drafts",
         "requests_without_row",
         "cached_tokens",
+        "masks",
     ):
         assert happened[what] > 0, f"no {what}: the schedules are too tame"
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Speculation changes no token: against plain vLLM over the same pipeline, in fp32."""
 
+import math
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -8,10 +10,17 @@ import pytest
 import worker_probes
 from conftest import shut_down
 from driver import Run, differing, run
+from features import EOS, FEATURES, answers, check_equal, feature_requests
 from models import make_adapter, make_model, make_requests
+from tolerances import CHI_SQUARE_SIGMAS
 from vllm import SamplingParams
 
-MAX_NUM_SEQS = 8
+from spexis_runtime.iteration_log import read_iterations
+
+MAX_NUM_SEQS, MAX_MODEL_LEN = 8, 256
+NUM_DRAWS, DRAWS_PROMPT, ALLOWED = 360, [9, 8, 7], [5, 6, 7, 8]
+DEGREES = len(ALLOWED) - 1
+CHI_SQUARE_BOUND = DEGREES + CHI_SQUARE_SIGMAS * math.sqrt(2 * DEGREES)
 LAST_REQUEST = [5, 6, 7], SamplingParams(max_tokens=2, detokenize=False)
 
 
@@ -36,6 +45,8 @@ class Pipeline(NamedTuple):
     requests: list
     expected: dict[int, list[int]]
     logprobs: dict[int, list[list[int]]]
+    features: list  # what plain vLLM answers to FEATURES
+    draws: list[Counter] | None  # plain vLLM's samples without a seed, where compared
     records: list
 
 
@@ -46,6 +57,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     options = dict(
         pipeline_parallel_size=setup.num_stages,
         max_num_seqs=MAX_NUM_SEQS,
+        max_model_len=MAX_MODEL_LEN,
         skip_tokenizer_init=True,
     )
     requests = make_requests()
@@ -56,6 +68,8 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     expected = reference.outputs
     assert len(reference.logprobs[4]) == len(requests[4][0]), "prompt logprobs"
     assert len(reference.logprobs[0]) == len(expected[0]), "logprobs"
+    features = answers(plain, feature_requests(MAX_MODEL_LEN))
+    plain_draws = draws(plain) if setup is SETUPS[0] else None
     shut_down(plain)
     assert len({t for output in expected.values() for t in output}) > 100, "too tame"
     llm = start(
@@ -67,7 +81,11 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     llm.collective_rpc(worker_probes.poison_new_blocks)
     records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
     records.append((LAST_REQUEST[0], []))
-    yield Pipeline(llm, setup, requests, expected, reference.logprobs, records)
+    records += [(o.prompt_token_ids, o.outputs[0].token_ids) for o in features]
+    logprobs = reference.logprobs
+    yield Pipeline(
+        llm, setup, requests, expected, logprobs, features, plain_draws, records
+    )
     shut_down(llm)
 
 
@@ -119,3 +137,78 @@ def test_tokens_equal_plain(pipeline, theta, rows, how):
     if "row_budget" in rows:
         most = max(i["normal_rows"] + i["draft_rows"] for i in result.iterations)
         assert most <= rows["row_budget"]
+
+
+@pytest.fixture(scope="module")
+def speculative_features(pipeline) -> list:
+    rpc = pipeline.llm.collective_rpc
+    rpc(worker_probes.stub_drafts, args=(pipeline.records, 0.7))
+    rpc(worker_probes.set_rows)
+    return answers(pipeline.llm, feature_requests(MAX_MODEL_LEN))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature_equals_plain(pipeline, speculative_features, feature):
+    number = list(FEATURES).index(feature)
+    check_equal(speculative_features[number], pipeline.features[number])
+
+
+def test_features_do_what_their_names_say(pipeline):
+    """So that the comparison is one of outputs that the feature made."""
+    by_name = dict(zip(FEATURES, pipeline.features, strict=True))
+
+    def output(name: str) -> Any:
+        return by_name[name].outputs[0]
+
+    assert output("stop_token_ids").finish_reason == "stop"
+    assert 12 <= len(output("min_tokens").token_ids) < 28
+    assert output("end of sequence").token_ids[-1] == EOS
+    assert EOS in output("ignore_eos").token_ids[:-1]
+    assert len(output("max_model_len").token_ids) == 25
+    assert set(output("logit_bias").token_ids) & {7, 8}
+    assert len({tuple(o.token_ids) for o in by_name["n"].outputs}) == 3
+    sampled = [output(name).token_ids for name in ("temperature", "top_k", "top_p")]
+    assert all(len(set(tokens)) > 5 for tokens in sampled)
+
+
+def draws(llm: Any) -> list[Counter]:
+    """Of many requests without a seed, the tokens drawn at each position."""
+    params = SamplingParams(
+        temperature=2.0,
+        max_tokens=3,
+        allowed_token_ids=ALLOWED,
+        ignore_eos=True,
+        detokenize=False,
+    )
+    prompts = [{"prompt_token_ids": DRAWS_PROMPT}] * NUM_DRAWS
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    tokens = zip(*(output.outputs[0].token_ids for output in outputs), strict=True)
+    return [Counter(at_position) for at_position in tokens]
+
+
+@pytest.mark.parametrize(
+    "pipeline", SETUPS[:1], indirect=True, scope="module", ids=lambda s: s.family
+)
+def test_unseeded_samples_follow_the_distribution_of_plain(pipeline):
+    """Two-sample chi-square, with drafts that are always the same token."""
+    rpc = pipeline.llm.collective_rpc
+    rpc(worker_probes.stub_drafts, args=([(DRAWS_PROMPT, [])], 1.0))
+    rpc(worker_probes.set_rows)
+    log_dir = pipeline.llm.spexis_config.log_dir
+    before = len(read_iterations(log_dir))
+    drawn = draws(pipeline.llm)
+    log = read_iterations(log_dir)[before:]
+    accepted = sum(line["accepted_drafts"] for line in log)
+    assert 0 < accepted < sum(line["drafts_after_valid"] for line in log)
+    for got, want in zip(drawn, pipeline.draws, strict=True):
+        assert chi_square(got, want) < CHI_SQUARE_BOUND
+        # a third of the other tokens drawn as the draft instead would show
+        biased = Counter({token: 2 * n // 3 for token, n in got.items()})
+        biased[ALLOWED[0]] += NUM_DRAWS - biased.total()
+        assert chi_square(biased, want) > CHI_SQUARE_BOUND
+
+
+def chi_square(a: Counter, b: Counter) -> float:
+    """Of two samples of the same size."""
+    assert min(a[token] + b[token] for token in ALLOWED) >= 10, "too rare to tell"
+    return sum((a[token] - b[token]) ** 2 / (a[token] + b[token]) for token in ALLOWED)

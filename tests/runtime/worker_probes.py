@@ -26,7 +26,9 @@ class StubDrafter:
         self.theta = theta
         self.random = random.Random(seed)
 
-    def propose(self, logits_indices: torch.Tensor, rows: Rows) -> Drafts:
+    def propose(
+        self, logits_indices: torch.Tensor, rows: Rows, sampling: dict[str, Any]
+    ) -> Drafts:
         drafted = [
             self.draft(slot, position + 1) if slot >= 0 else (0, 0.0)
             for slot, position in zip(
