@@ -70,8 +70,7 @@ class SpexisModelRunner(GPUModelRunner):
                 lambda: self.inputs.rows.slots,
                 self.req_states.req_id_to_index,
                 self.max_num_reqs,
-                vocab_size=self.vocab_size,
-                device=self.device,
+                self.device,
             )
 
     # ---- a step -------------------------------------------------------------------

@@ -42,12 +42,12 @@ class ProcessGuard:
 
 
 def main() -> None:
-    guarded = {}
+    guarded = []
     for line in sys.stdin:
         with contextlib.suppress(psutil.NoSuchProcess):
             # knows its start time too, so that no later process of that number is meant
-            guarded[int(line)] = psutil.Process(int(line))
-    for process in guarded.values():
+            guarded.append(psutil.Process(int(line)))
+    for process in guarded:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
 

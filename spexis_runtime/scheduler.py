@@ -168,15 +168,9 @@ class SpexisScheduler(LoggedScheduler):
             if request.num_preemptions != generation:
                 model_runner_output.sampled_token_ids[row] = []
                 model_runner_output.prompt_logprobs_dict.pop(request_id, None)
-            elif (
-                request_id in step.placeholders
-                and not model_runner_output.sampled_token_ids[row]
-            ):
-                request.num_computed_tokens -= 1
-                request.num_output_placeholders -= 1
-        outputs = super().update_from_output(scheduler_output, model_runner_output)
-        for request_id in step.generations:
-            request = self.requests.get(request_id)
-            if request is not None and not request.num_output_placeholders:
+            elif request_id in step.placeholders:
                 request.next_decode_eligible_step = 0
-        return outputs
+                if not model_runner_output.sampled_token_ids[row]:
+                    request.num_computed_tokens -= 1
+                    request.num_output_placeholders -= 1
+        return super().update_from_output(scheduler_output, model_runner_output)

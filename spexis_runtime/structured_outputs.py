@@ -6,24 +6,20 @@ state at that row. Which row it is, only the device knows.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 import torch
 from vllm.triton_utils import triton
 from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
 from vllm.v1.worker.gpu.input_batch import InputBatch
-from vllm.v1.worker.gpu.structured_outputs import (
-    StructuredOutputsWorker,
-    _apply_grammar_bitmask_kernel,
-)
+from vllm.v1.worker.gpu.structured_outputs import _apply_grammar_bitmask_kernel
 
 BLOCK_SIZE = 8192  # vLLM's
 ALL_ALLOWED = -1  # a word of a bitmask
 
 
-class AnonymousRowsGrammar(StructuredOutputsWorker):
-    """Finds a row's bitmask by the slot in it.
+class AnonymousRowsGrammar:
+    """Takes the place of vLLM's `StructuredOutputsWorker`: finds masks by slot.
 
     Args:
         row_slots: gives the step's slots, [num_rows] int32, on the device.
@@ -36,12 +32,12 @@ class AnonymousRowsGrammar(StructuredOutputsWorker):
         row_slots: Callable[[], torch.Tensor],
         slot_of: dict[str, int],
         max_num_reqs: int,
-        **kwargs: Any,
+        device: torch.device,
     ):
-        super().__init__(max_num_logits=max_num_reqs, **kwargs)
         self.row_slots = row_slots
         self.slot_of = slot_of
         self.max_num_reqs = max_num_reqs
+        self.device = device
 
     def apply_grammar_bitmask(
         self,

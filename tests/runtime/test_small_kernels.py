@@ -45,24 +45,19 @@ class Step:
         self.cu_num_logits = torch.arange(num_reqs + 1, dtype=torch.int32)
 
 
-def both(original, replacement, *tensors):
-    """Call both on copies of the tensors; what each returned and left."""
+def check_equal(original, replacement, *arguments) -> None:
+    """Both return the same, and leave the same in the tensors that they were given."""
+    assert original is not replacement, "replaced in this process: nothing to compare"
     results = []
     for function in (original, replacement):
-        copies = [t.clone() if isinstance(t, torch.Tensor) else t for t in tensors]
-        results.append((function(*copies), copies))
-    return results
-
-
-def check_equal(original, replacement, *tensors) -> None:
-    assert original is not replacement, "replaced in this process: nothing to compare"
-    (want, want_left), (got, got_left) = both(original, replacement, *tensors)
-    if isinstance(want, torch.Tensor):
-        want, got = (want,), (got,)
-    for a, b in zip(want or (), got or (), strict=True):
-        assert torch.equal(a, b)
-    for a, b in zip(want_left, got_left, strict=True):
-        assert not isinstance(a, torch.Tensor) or torch.equal(a, b)
+        given = [a.clone() if isinstance(a, torch.Tensor) else a for a in arguments]
+        returned = function(*given)
+        if isinstance(returned, torch.Tensor):
+            returned = (returned,)
+        tensors = [a for a in given if isinstance(a, torch.Tensor)]
+        results.append([*(returned or ()), *tensors])
+    for want, got in zip(*results, strict=True):
+        assert torch.equal(want, got)
 
 
 STEPS = pytest.mark.parametrize("seed, num_reqs", [(0, 1), (1, 4), (2, 7), (3, 9)])

@@ -32,7 +32,6 @@ def test_rows_get_the_mask_of_the_slot_in_them():
         lambda: torch.tensor(slots, dtype=torch.int32),
         SLOTS,
         max_num_reqs=8,
-        vocab_size=VOCAB,
         device=torch.device("cpu"),
     )
     logits = torch.randn(len(ROWS), VOCAB)
@@ -59,7 +58,6 @@ def test_nothing_changes_without_grammars():
         lambda: torch.zeros(3, dtype=torch.int32),
         {},
         max_num_reqs=8,
-        vocab_size=40,
         device=torch.device("cpu"),
     )
     before = logits.clone()

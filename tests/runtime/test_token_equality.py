@@ -50,7 +50,9 @@ class Pipeline(NamedTuple):
     records: list
 
 
-@pytest.fixture(scope="module", params=SETUPS, ids=lambda setup: setup.family)
+@pytest.fixture(
+    scope="module", params=SETUPS, ids=lambda s: f"{s.family}-{s.num_stages}"
+)
 def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     setup, tmp = request.param, tmp_path_factory.mktemp("models")
     model = make_model(setup.family, tmp, setup.num_layers)
@@ -71,7 +73,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     features = answers(plain, feature_requests(MAX_MODEL_LEN))
     plain_draws = draws(plain) if setup is SETUPS[0] else None
     shut_down(plain)
-    assert len({t for output in expected.values() for t in output}) > 100, "too tame"
+    assert len({t for output in expected.values() for t in output}) > 200, "too tame"
     llm = start(
         model,
         exit_model=make_adapter(model, setup.exit_layer, tmp),
@@ -106,14 +108,14 @@ def speculate(pipeline: Pipeline, theta: float, rows: dict | None = None, **how)
 LEAST: dict[str, Any] = dict(row_budget="least")  # ceil(B / N)
 CASES: list[tuple[float, dict, dict]] = [
     (1.0, {}, {}),
-    (0.8, LEAST, dict(seed=1, staggered=True)),
-    (0.4, dict(drop_ratio=0.5), dict(seed=6, staggered=True, abort_rate=0.06)),
     (0.0, {}, {}),
     (0.6, {}, dict(staggered=True)),
+    (0.8, LEAST, dict(seed=1)),
     (0.5, dict(row_budget=6), dict(seed=2, staggered=True)),
     (0.7, dict(drop_ratio=0.5), dict(seed=3)),
     (0.7, dict(drop_ratio=0.15), dict(seed=4, staggered=True)),
-    (0.6, LEAST, dict(seed=5, abort_rate=0.06)),
+    (0.6, {}, dict(seed=5, abort_rate=0.06)),
+    (0.4, LEAST, dict(seed=6, abort_rate=0.06, staggered=True)),
 ]
 
 
@@ -187,7 +189,7 @@ def draws(llm: Any) -> list[Counter]:
 
 
 @pytest.mark.parametrize(
-    "pipeline", SETUPS[:1], indirect=True, scope="module", ids=lambda s: s.family
+    "pipeline", SETUPS[:1], indirect=True, scope="module", ids=["llama-2"]
 )
 def test_unseeded_samples_follow_the_distribution_of_plain(pipeline):
     """Two-sample chi-square, with drafts that are always the same token."""
