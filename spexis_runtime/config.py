@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 KEY = "spexis"
 """Key of the settings in `VllmConfig.additional_config`."""
+PARTITION = "VLLM_PP_LAYER_PARTITION"
+"""vLLM's environment variable for the number of layers of each stage."""
 
 
 class SpexisConfigError(ValueError):
@@ -103,3 +105,21 @@ def check_log_dir(log_dir: str | os.PathLike[str]) -> None:
         ) from error
     if not os.access(log_dir, os.W_OK | os.X_OK):
         raise SpexisConfigError(f"log_dir {str(log_dir)!r} is not writable")
+
+
+def layer_partition(num_hidden_layers: int, exit_layer: int, num_stages: int) -> str:
+    """Layers of each stage, comma separated: `exit_layer`, then the rest split evenly.
+
+    >>> layer_partition(30, 15, 2)
+    '15,15'
+    >>> layer_partition(30, 8, 4)
+    '8,8,7,7'
+    """
+    rest, stages = num_hidden_layers - exit_layer, num_stages - 1
+    if rest < stages:
+        raise SpexisConfigError(
+            f"exit_layer {exit_layer} of {num_hidden_layers} leaves {rest} layers for "
+            f"{stages} more stages: at least one each is needed"
+        )
+    sizes = [rest // stages + (i < rest % stages) for i in range(stages)]
+    return ",".join(map(str, [exit_layer, *sizes]))

@@ -6,6 +6,7 @@ import logging
 import multiprocessing
 import multiprocessing.connection
 import os
+import signal
 import threading
 from typing import Any
 
@@ -15,6 +16,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.ray_utils import ray
 
 from spexis_runtime import patches
+from spexis_runtime.config import SpexisConfigError
 from spexis_runtime.no_gpu.environment import ALWAYS, NO_GPU_ENVIRONMENT
 from spexis_runtime.no_gpu.platform import STAGE_RESOURCE
 from spexis_runtime.process_guard import ProcessGuard
@@ -28,8 +30,13 @@ class NoGpuRayWorkerProc(RayWorkerProc):
         return node_id, [self._init_kwargs["rank"]]
 
 
-def _end_with_parent() -> None:
-    """End this engine process when its parent dies."""
+def _live_and_die_with_parent() -> None:
+    """End this engine process when its parent dies, and not before.
+
+    Ctrl-C in a terminal goes to the parent's whole process group, but is for the parent
+    to act upon: blocked here, in threads and processes that start later too.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -41,32 +48,48 @@ def _end_with_parent() -> None:
 
 
 class SpexisRayExecutor(RayExecutorV2):
-    """vLLM's Ray executor; with no GPU it starts a private cluster with stage slots."""
+    """vLLM's Ray executor; with no GPU on a cluster that has stage slots."""
 
     def _init_executor(self) -> None:
         own_process = multiprocessing.parent_process() is not None
         if own_process:  # else the engine runs in the user's
-            _end_with_parent()
+            _live_and_die_with_parent()
             self.guard = ProcessGuard()
         if current_platform.ray_device_key == STAGE_RESOURCE:
             patches.ray_worker_class(NoGpuRayWorkerProc)
             patches.sleep_between_looks()
             if not ray.is_initialized():
-                ray.init(
-                    address="local",
-                    num_cpus=self.parallel_config.world_size,
-                    num_gpus=0,
-                    resources={STAGE_RESOURCE: self.parallel_config.world_size},
-                    include_dashboard=False,
-                    logging_level=logging.ERROR,
-                )
-                if own_process:  # the guard ends the cluster, and at once
+                self._init_ray_without_gpu()
+                if own_process:  # the guard ends a cluster of ours, and at once
                     atexit.unregister(ray.shutdown)
         try:
             super()._init_executor()
         finally:
             if own_process:
                 self.guard.watch_children()
+
+    def _init_ray_without_gpu(self) -> None:
+        """Attach to the cluster at RAY_ADDRESS, or start a private one."""
+        num_workers = self.parallel_config.world_size
+        address = os.environ.get("RAY_ADDRESS")
+        if not address:
+            ray.init(
+                address="local",
+                num_cpus=num_workers,
+                num_gpus=0,
+                resources={STAGE_RESOURCE: num_workers},
+                include_dashboard=False,
+                logging_level=logging.ERROR,
+            )
+            return
+        ray.init(address=address, logging_level=logging.ERROR)
+        slots = int(ray.cluster_resources().get(STAGE_RESOURCE, 0))
+        if slots < num_workers:
+            raise SpexisConfigError(
+                f"the Ray cluster at {address} has {slots} {STAGE_RESOURCE} of the "
+                f"{num_workers} needed: start its nodes with --resources "
+                f"'{{\"{STAGE_RESOURCE}\": {num_workers}}}'"
+            )
 
     @staticmethod
     def _select_tcpstore_port(local_dp_rank: int | None, master_port: int) -> int:

@@ -16,6 +16,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from vllm.config import VllmConfig
+from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -27,7 +28,7 @@ from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.sequence import IntermediateTensors
 
-from spexis_kernels import draft_head
+from spexis_kernels import DraftHead, combine_draft_heads, draft_head
 from spexis_kernels.pool import Rows
 from spexis_runtime.adapter.config import (
     LM_HEAD,
@@ -52,7 +53,6 @@ class ExitHead(nn.Module):
         self.adapter = load_adapter_config(exit_model)
         hf_config = vllm_config.model_config.hf_config
         hidden_size, eps = self.adapter.hidden_size, self.adapter.rms_norm_eps
-        self.vocab_size = self.adapter.vocab_size
         self.initial_layernorm = RMSNorm(hidden_size, eps=eps)
         self.mlp = ReplicatedLinear(
             hidden_size, hidden_size, bias=self.adapter.mlp_bias
@@ -64,7 +64,7 @@ class ExitHead(nn.Module):
         if own_lm_head is None and hf_config.tie_word_embeddings:
             self.lm_head = model.model.embed_tokens
         else:
-            self.lm_head = ParallelLMHead(self.vocab_size, hidden_size)
+            self.lm_head = ParallelLMHead(self.adapter.vocab_size, hidden_size)
             weight = (
                 _target_lm_head(vllm_config) if own_lm_head is None else own_lm_head
             )
@@ -101,12 +101,29 @@ class ExitHead(nn.Module):
             rows: the step's rows, [num_rows]; a drafter may look at them.
             sampling: temperature, seed and position of each row; empty: greedy.
         """
+        shard = self.lm_head.shard_indices
         head = draft_head(
             self.hidden_states[logits_indices],
-            self.lm_head.weight[: self.vocab_size],
+            self.lm_head.weight[: shard.num_org_elements],
+            vocab_start=shard.org_vocab_start_index,
             **sampling,
         )
+        if get_tp_group().world_size > 1:
+            head = combine_draft_heads(_of_all_shards(head))
         return Drafts(head.token, head.confidence)
+
+
+def _of_all_shards(head: DraftHead) -> DraftHead:
+    """`head` of each rank's vocabulary shard, [tensor_parallel_size, rows] each.
+
+    In one collective: four bytes an element, whatever they mean.
+    """
+    group = get_tp_group()
+    fields = torch.stack([field.view(torch.int32) for field in head])
+    shards = group.all_gather(fields, dim=1).view(len(fields), group.world_size, -1)
+    return DraftHead(
+        *(new.view(old.dtype) for new, old in zip(shards, head, strict=True))
+    )
 
 
 def _attention(vllm_config: VllmConfig, adapter: AdapterConfig) -> nn.Module:

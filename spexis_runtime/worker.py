@@ -6,11 +6,14 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
+from vllm.config import VllmConfig
 from vllm.logger import init_logger
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
 from vllm.v1.worker.gpu_worker import Worker
 
 from spexis_runtime import patches
+from spexis_runtime.adapter.config import load_adapter_config
+from spexis_runtime.config import PARTITION, SpexisConfig, layer_partition
 from spexis_runtime.model_runner import SpexisModelRunner
 
 logger = init_logger(__name__)
@@ -53,8 +56,22 @@ class StageWorker(FailFast):
     model_runner: SpexisModelRunner
 
     def init_device(self) -> None:
+        self._set_layer_partition()
         with patches.model_runner_class(*self.replaced_runner, self.model_runner_cls):
             super().init_device()  # type: ignore[misc]
+
+    def _set_layer_partition(self) -> None:
+        """vLLM takes the layers of this stage from the environment."""
+        config: VllmConfig = self.vllm_config  # type: ignore[attr-defined]
+        exit_model = SpexisConfig.from_additional_config(
+            config.additional_config
+        ).exit_model
+        assert exit_model is not None
+        os.environ[PARTITION] = layer_partition(
+            config.model_config.hf_config.num_hidden_layers,
+            load_adapter_config(exit_model).exit_layer,
+            config.parallel_config.pipeline_parallel_size,
+        )
 
     def check_integrity(self) -> dict[str, Any]:
         """What must be equal on all stages; raises AssertionError where it is broken.

@@ -250,18 +250,13 @@ def test_refused(
 
 
 @pytest.mark.parametrize("exit_model", ["adapter", None])
-@pytest.mark.parametrize("num_stages", [0, -1, "2", 2.0, True, None])
-def test_number_of_stages(
-    root: Path, tmp_path: Path, num_stages: Any, exit_model: str | None
+@pytest.mark.parametrize("size", [0, -1, "2", 2.0, True, None])
+@pytest.mark.parametrize("name", ["pipeline_parallel_size", "tensor_parallel_size"])
+def test_number_of_stages_and_ranks(
+    root: Path, tmp_path: Path, name: str, size: Any, exit_model: str | None
 ) -> None:
-    line = f"pipeline_parallel_size must be an int of at least 1, got {num_stages!r}"
-    with refused(line):
-        build(
-            root,
-            tmp_path / "log",
-            pipeline_parallel_size=num_stages,
-            exit_model=exit_model,
-        )
+    with refused(f"{name} must be an int of at least 1, got {size!r}"):
+        build(root, tmp_path / "log", exit_model=exit_model, **{name: size})
 
 
 @pytest.mark.parametrize(
@@ -340,19 +335,3 @@ def test_layer_partition(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(PARTITION, "2,2")
     with pytest.raises(EngineStarts):
         build(root, None)
-
-
-def test_layer_partition_is_set_while_the_engine_starts(
-    root: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    seen = []
-
-    def start(*args: Any, **kwargs: Any) -> None:
-        seen.append(os.environ.get(PARTITION))
-        raise EngineStarts
-
-    monkeypatch.setattr(LLMEngine, "from_engine_args", start)
-    with pytest.raises(EngineStarts):
-        build(root, None, pipeline_parallel_size=3)
-    assert seen == ["2,1,1"]
-    assert PARTITION not in os.environ

@@ -1,0 +1,180 @@
+# SPDX-License-Identifier: Apache-2.0
+"""From a user's options to vLLM's: refuse what cannot be, set what is needed."""
+
+import difflib
+import os
+from dataclasses import fields
+from typing import Any
+
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.transformers_utils.config import get_config
+
+from spexis_runtime.adapter.config import check_adapter_matches, load_adapter_config
+from spexis_runtime.config import (
+    KEY,
+    PARTITION,
+    SpexisConfig,
+    SpexisConfigError,
+    check_log_dir,
+    layer_partition,
+)
+from spexis_runtime.no_gpu.environment import gpu_count
+
+DEFAULT_MAX_NUM_SEQS = 256
+SUPPORTED_ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+OWN_OPTIONS = tuple(field.name for field in fields(SpexisConfig))
+
+
+def engine_options(
+    model: str, own_options: dict[str, Any], options: dict[str, Any]
+) -> tuple[SpexisConfig, dict[str, Any]]:
+    """Check everything; return our settings and vLLM's options that make them happen.
+
+    Args:
+        own_options: those named in `SpexisConfig`.
+        options: vLLM's that were given, without `model`.
+
+    Raises SpexisConfigError or AdapterError. Nothing is started; `log_dir` is created.
+    """
+    paths = {
+        name: _absolute(name, own_options[name]) for name in ("exit_model", "log_dir")
+    }
+    config = SpexisConfig(**own_options | paths)
+    options = dict(options)
+    _check_options(model, options)
+    if config.exit_model is not None:
+        if options.get("max_num_seqs") is None:
+            options["max_num_seqs"] = DEFAULT_MAX_NUM_SEQS
+        _check_speculation(model, config, options)
+    if config.log_dir is not None:
+        check_log_dir(config.log_dir)
+    return config, options | _settings(config, options)
+
+
+def _settings(config: SpexisConfig, options: dict[str, Any]) -> dict[str, Any]:
+    """The options for vLLM that make `config` happen."""
+    additional = options.get("additional_config") or {}
+    settings: dict[str, Any] = dict(
+        additional_config=additional | config.to_additional_config()
+    )
+    if config.exit_model is not None:
+        settings["scheduler_cls"] = "spexis_runtime.scheduler.SpexisScheduler"
+        settings["worker_cls"] = (
+            "spexis_runtime.worker.SpexisWorker"
+            if gpu_count()
+            else "spexis_runtime.no_gpu.worker.SpexisNoGpuWorker"
+        )
+    elif config.log_dir is not None:
+        settings["scheduler_cls"] = "spexis_runtime.scheduler.LoggedScheduler"
+    if options.get("pipeline_parallel_size", 1) > 1:
+        from spexis_runtime.executor import SpexisRayExecutor
+
+        settings["distributed_executor_backend"] = SpexisRayExecutor
+        settings["async_scheduling"] = True
+    return settings
+
+
+def _absolute(name: str, path: Any) -> str | None:
+    if path is None:
+        return None
+    if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+        raise SpexisConfigError(f"{name} must be a path, got {path!r}")
+    return os.path.abspath(path)
+
+
+def _check_options(model: str, options: dict[str, Any]) -> None:
+    known = {field.name for field in fields(AsyncEngineArgs)} | {"chat_template"}
+    names = sorted(known.union(OWN_OPTIONS))
+    for name in sorted(options.keys() - known):
+        close = difflib.get_close_matches(name, names, n=1)
+        hint = f"; did you mean {close[0]}?" if close else ""
+        raise SpexisConfigError(f"unknown option {name}{hint}")
+    additional = options.get("additional_config") or {}
+    if not isinstance(additional, dict) or KEY in additional:
+        raise SpexisConfigError(
+            f"additional_config must be a dict without {KEY!r}, which is set from the "
+            f"other arguments, got {additional!r}"
+        )
+    for name in ("pipeline_parallel_size", "tensor_parallel_size"):
+        size = options.get(name, 1)
+        if type(size) is not int or size < 1:
+            raise SpexisConfigError(
+                f"{name} must be an int of at least 1, got {size!r}"
+            )
+    # vLLM would look for a repository of that name, ORGANISATION/NAME at most
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and not os.path.exists(model):
+        raise SpexisConfigError(f"model {model} does not exist")
+
+
+def _check_speculation(
+    model: str, config: SpexisConfig, options: dict[str, Any]
+) -> None:
+    """Refuse what cannot speculate."""
+    num_stages = options.get("pipeline_parallel_size", 1)
+    config.check_pipeline(num_stages, options["max_num_seqs"])
+    for name, why in (
+        ("speculative_config", "two ways to draft cannot be combined"),
+        ("spec_method", "two ways to draft cannot be combined"),
+        ("enable_lora", "LoRA is not supported with speculation yet"),
+        ("quantization", "quantised models are not supported with speculation yet"),
+        ("kv_transfer_config", "KV connectors are not supported with speculation"),
+        ("enable_sleep_mode", "sleep is not supported with speculation"),
+        ("hf_overrides", "the adapter is checked against the model's own config"),
+    ):
+        if options.get(name):
+            raise SpexisConfigError(f"exit_model cannot go with {name}: {why}")
+    for name, only in (
+        ("data_parallel_size", 1),
+        ("decode_context_parallel_size", 1),
+        ("prefill_context_parallel_size", 1),
+        ("runner", "generate"),
+    ):
+        if options.get(name) not in (None, "auto", only):
+            raise SpexisConfigError(
+                f"exit_model needs {name} {only}, got {options[name]!r}"
+            )
+    for name in ("distributed_executor_backend", "worker_cls", "scheduler_cls"):
+        if name in options:
+            raise SpexisConfigError(
+                f"exit_model sets {name} itself, got {options[name]!r}: leave it out"
+            )
+    if options.get("async_scheduling") is False:
+        raise SpexisConfigError("exit_model needs async_scheduling, got False")
+    assert config.exit_model is not None
+    adapter = load_adapter_config(config.exit_model)
+    hf_config = _model_config(model, options)
+    if getattr(hf_config, "quantization_config", None):
+        raise SpexisConfigError(
+            f"exit_model cannot go with {model}: quantised models are not supported "
+            "with speculation yet"
+        )
+    architecture = (getattr(hf_config, "architectures", None) or ["unknown"])[0]
+    if architecture not in SUPPORTED_ARCHITECTURES:
+        raise SpexisConfigError(
+            f"exit_model supports {', '.join(SUPPORTED_ARCHITECTURES)}; "
+            f"{model} is a {architecture}"
+        )
+    check_adapter_matches(adapter, hf_config)
+    partition = layer_partition(
+        hf_config.num_hidden_layers, adapter.exit_layer, num_stages
+    )
+    given = os.environ.get(PARTITION)
+    if given not in (None, partition):
+        raise SpexisConfigError(
+            f"{PARTITION} is {given}, but the adapter needs {partition}: unset it"
+        )
+
+
+def _model_config(model: str, options: dict[str, Any]) -> Any:
+    try:
+        return get_config(
+            model, options.get("trust_remote_code", False), options.get("revision")
+        )
+    except (OSError, ValueError) as error:
+        line = str(error).partition("\n")[0]
+        raise SpexisConfigError(f"model {model} has no usable config: {line}") from None
