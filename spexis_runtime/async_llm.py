@@ -25,6 +25,7 @@ class AsyncEngineArgs(vllm.AsyncEngineArgs):
     row_budget: int | Literal["auto"] = "auto"
     drop_ratio: float | None = None
     log_dir: str | None = None
+    stages_per_gpu: int = 1
 
     def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
         check_versions()

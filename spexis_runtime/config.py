@@ -24,6 +24,7 @@ class SpexisConfig:
     row_budget: int | Literal["auto"] = "auto"  # decode rows a step
     drop_ratio: float | None = None  # alpha of the paper, section 5.1
     log_dir: str | None = None  # where the per-iteration log goes
+    stages_per_gpu: int = 1  # more than one: for development and tests
 
     def __post_init__(self) -> None:
         budget, ratio = self.row_budget, self.drop_ratio
@@ -46,6 +47,12 @@ class SpexisConfig:
             given = "drop_ratio" if ratio is not None else "row_budget"
             raise SpexisConfigError(
                 f"{given} needs exit_model: without drafts there is nothing to drop"
+            )
+
+        stages = self.stages_per_gpu
+        if type(stages) is not int or stages < 1:
+            raise SpexisConfigError(
+                f"stages_per_gpu must be an int of at least 1, got {stages!r}"
             )
 
     @classmethod

@@ -21,6 +21,7 @@ from spexis_runtime.config import (
 from spexis_runtime.no_gpu.environment import gpu_count
 
 DEFAULT_MAX_NUM_SEQS = 256
+DEFAULT_MEMORY_SHARE = 0.9  # of a GPU
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -50,6 +51,8 @@ def engine_options(
         if options.get("max_num_seqs") is None:
             options["max_num_seqs"] = DEFAULT_MAX_NUM_SEQS
         _check_speculation(model, config, options)
+    if config.stages_per_gpu > 1:
+        _check_colocation(config.stages_per_gpu, options)
     if config.log_dir is not None:
         check_log_dir(config.log_dir)
     return config, options | _settings(config, options)
@@ -75,6 +78,11 @@ def _settings(config: SpexisConfig, options: dict[str, Any]) -> dict[str, Any]:
 
         settings["distributed_executor_backend"] = SpexisRayExecutor
         settings["async_scheduling"] = True
+    if config.stages_per_gpu > 1:
+        share = DEFAULT_MEMORY_SHARE / config.stages_per_gpu
+        settings["gpu_memory_utilization"] = options.get(
+            "gpu_memory_utilization", share
+        )
     return settings
 
 
@@ -117,22 +125,33 @@ def _check_speculation(
     """Refuse what cannot speculate."""
     num_stages = options.get("pipeline_parallel_size", 1)
     config.check_pipeline(num_stages, options["max_num_seqs"])
-    for name, why in (
-        ("speculative_config", "two ways to draft cannot be combined"),
-        ("spec_method", "two ways to draft cannot be combined"),
-        ("enable_lora", "LoRA is not supported with speculation yet"),
-        ("quantization", "quantised models are not supported with speculation yet"),
-        ("kv_transfer_config", "KV connectors are not supported with speculation"),
-        ("enable_sleep_mode", "sleep is not supported with speculation"),
-        ("hf_overrides", "the adapter is checked against the model's own config"),
+    for names, why in (
+        (
+            ("speculative_config", "spec_method", "spec_model"),
+            "two ways to draft cannot be combined",
+        ),
+        (("enable_lora",), "LoRA is not supported with speculation yet"),
+        (("quantization",), "quantised models are not supported with speculation yet"),
+        (
+            ("kv_transfer_config", "kv_offloading_size"),
+            "KV connectors are not supported with speculation",
+        ),
+        (("enable_sleep_mode",), "sleep is not supported with speculation"),
+        (("enable_prompt_embeds",), "rows are fed by their tokens"),
+        (("enable_dbo",), "a step is one batch"),
+        (("logits_processors",), "vLLM's V2 model runner takes none of its users'"),
+        (("hf_overrides",), "the adapter is checked against the model's own config"),
     ):
-        if options.get(name):
-            raise SpexisConfigError(f"exit_model cannot go with {name}: {why}")
+        for name in names:
+            if options.get(name):
+                raise SpexisConfigError(f"exit_model cannot go with {name}: {why}")
     for name, only in (
         ("data_parallel_size", 1),
         ("decode_context_parallel_size", 1),
         ("prefill_context_parallel_size", 1),
         ("runner", "generate"),
+        ("convert", "none"),
+        ("model_impl", "vllm"),
     ):
         if options.get(name) not in (None, "auto", only):
             raise SpexisConfigError(
@@ -168,6 +187,34 @@ def _check_speculation(
         raise SpexisConfigError(
             f"{PARTITION} is {given}, but the adapter needs {partition}: unset it"
         )
+
+
+def _check_colocation(stages_per_gpu: int, options: dict[str, Any]) -> None:
+    num_stages = options.get("pipeline_parallel_size", 1)
+    if num_stages % stages_per_gpu:
+        raise SpexisConfigError(
+            f"pipeline_parallel_size must be a multiple of stages_per_gpu "
+            f"({stages_per_gpu}), got {num_stages}"
+        )
+    if options.get("tensor_parallel_size", 1) != 1:
+        raise SpexisConfigError(
+            "stages_per_gpu needs tensor_parallel_size 1, got "
+            f"{options['tensor_parallel_size']}"
+        )
+    needed, found = num_stages // stages_per_gpu, gpu_count()
+    if found < needed:
+        raise SpexisConfigError(
+            f"{num_stages} stages with stages_per_gpu {stages_per_gpu} need {needed} "
+            f"GPUs, found {found}"
+        )
+    if not options.get("kv_cache_memory_bytes"):
+        raise SpexisConfigError(
+            "stages_per_gpu needs kv_cache_memory_bytes: stages that share a GPU "
+            "cannot measure what is free on it"
+        )
+    from spexis_runtime.colocated import check_mps
+
+    check_mps()
 
 
 def _model_config(model: str, options: dict[str, Any]) -> Any:

@@ -7,7 +7,9 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
+import tempfile
 import threading
+from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -16,7 +18,7 @@ from vllm.v1.executor.ray_executor_v2 import RayExecutorV2, RayWorkerProc
 from vllm.v1.executor.ray_utils import ray
 
 from spexis_runtime import patches
-from spexis_runtime.config import SpexisConfigError
+from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.no_gpu.environment import ALWAYS, NO_GPU_ENVIRONMENT
 from spexis_runtime.no_gpu.platform import STAGE_RESOURCE
 from spexis_runtime.process_guard import ProcessGuard
@@ -50,6 +52,10 @@ def _live_and_die_with_parent() -> None:
 class SpexisRayExecutor(RayExecutorV2):
     """vLLM's Ray executor; with no GPU on a cluster that has stage slots."""
 
+    @property
+    def spexis_config(self) -> SpexisConfig:
+        return SpexisConfig.from_additional_config(self.vllm_config.additional_config)
+
     def _init_executor(self) -> None:
         own_process = multiprocessing.parent_process() is not None
         if own_process:  # else the engine runs in the user's
@@ -59,16 +65,19 @@ class SpexisRayExecutor(RayExecutorV2):
             patches.ray_worker_class(NoGpuRayWorkerProc)
             patches.sleep_between_looks()
             if not ray.is_initialized():
-                self._init_ray_without_gpu()
-                if own_process:  # the guard ends a cluster of ours, and at once
-                    atexit.unregister(ray.shutdown)
+                self._init_ray_without_gpu(own_process)
+        elif self.spexis_config.stages_per_gpu > 1:
+            self._prepare_colocation()
         try:
             super()._init_executor()
         finally:
             if own_process:
                 self.guard.watch_children()
+        for response_mq in self.response_mqs:
+            if response_mq._is_remote_reader:
+                patches.end_wait_on_shutdown(response_mq)
 
-    def _init_ray_without_gpu(self) -> None:
+    def _init_ray_without_gpu(self, own_process: bool) -> None:
         """Attach to the cluster at RAY_ADDRESS, or start a private one."""
         num_workers = self.parallel_config.world_size
         address = os.environ.get("RAY_ADDRESS")
@@ -81,6 +90,8 @@ class SpexisRayExecutor(RayExecutorV2):
                 include_dashboard=False,
                 logging_level=logging.ERROR,
             )
+            if own_process:  # the guard ends it, and at once
+                atexit.unregister(ray.shutdown)
             return
         ray.init(address=address, logging_level=logging.ERROR)
         slots = int(ray.cluster_resources().get(STAGE_RESOURCE, 0))
@@ -90,6 +101,19 @@ class SpexisRayExecutor(RayExecutorV2):
                 f"{num_workers} needed: start its nodes with --resources "
                 f"'{{\"{STAGE_RESOURCE}\": {num_workers}}}'"
             )
+
+    def _prepare_colocation(self) -> None:
+        """To Ray, each stage has a GPU of its own."""
+        from spexis_runtime.colocated import ColocatedRayWorkerProc, start_mps
+
+        start_mps(Path(tempfile.mkdtemp(prefix="spexis-mps-")))
+        patches.ray_worker_class(ColocatedRayWorkerProc)
+        ray.init(
+            address="local",
+            num_gpus=self.parallel_config.world_size,
+            include_dashboard=False,
+            logging_level=logging.ERROR,
+        )
 
     @staticmethod
     def _select_tcpstore_port(local_dp_rank: int | None, master_port: int) -> int:
@@ -103,6 +127,10 @@ class SpexisRayExecutor(RayExecutorV2):
         variables.update({name: os.environ[name] for name in ALWAYS})
         if current_platform.ray_device_key == STAGE_RESOURCE:
             variables.update(NO_GPU_ENVIRONMENT)
+        elif self.spexis_config.stages_per_gpu > 1:
+            from spexis_runtime.colocated import worker_environment
+
+            variables.update(worker_environment(self.spexis_config.stages_per_gpu))
         return runtime_env
 
     def _join_monitor_thread(self) -> None:

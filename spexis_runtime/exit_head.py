@@ -118,9 +118,9 @@ def _of_all_shards(head: DraftHead) -> DraftHead:
 
     In one collective: four bytes an element, whatever they mean.
     """
-    group = get_tp_group()
     fields = torch.stack([field.view(torch.int32) for field in head])
-    shards = group.all_gather(fields, dim=1).view(len(fields), group.world_size, -1)
+    shards = get_tp_group().all_gather(fields[None], dim=0)  # [ranks, fields, rows]
+    shards = shards.transpose(0, 1).contiguous()
     return DraftHead(
         *(new.view(old.dtype) for new, old in zip(shards, head, strict=True))
     )

@@ -7,10 +7,10 @@ import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
-from spexis_kernels.constants import DRAFT, INVALID_TOKEN, NORMAL
-from spexis_kernels.pool import RequestPool, Rows
+from spexis_kernels.constants import DRAFT, NORMAL
+from spexis_kernels.pool import Rows
 
 PATTERN = "iterations-*.jsonl"
 
@@ -32,22 +32,27 @@ class RowCounts(NamedTuple):
         return round(self.accepted_drafts / self.drafts_after_valid, 4)
 
     @staticmethod
-    def of_rows(pool: RequestPool, rows: Rows, accepted: torch.Tensor) -> torch.Tensor:
-        """[5] int64 in the order of the fields, from the rows' fate.
+    def of_rows(
+        rows: Rows, known_len: np.ndarray, tokens_of_row: list[int]
+    ) -> "RowCounts":
+        """Count a step's rows by their fate, on the host.
 
-        `pool` as `verify` left it, so that for an accepted row known_len is already
-        one more than it was.
+        Args:
+            rows: the decode rows, [k] int32 arrays.
+            known_len: [num_slots], as `verify` left it, so that for an accepted row it
+                is already one more than it was.
+            tokens_of_row: 1 for a valid row; decode rows, then prefill rows.
         """
-        drafts, valid = rows.kinds == DRAFT, accepted != INVALID_TOKEN
-        known_len = pool.known_len[rows.slots.clamp(min=0).long()] - valid.int()
-        counted = (
-            rows.kinds == NORMAL,
-            drafts,
-            valid,
-            drafts & (rows.positions == known_len - 1),
-            drafts & valid,
+        valid = np.array(tokens_of_row, dtype=np.int32)[: len(rows.slots)]
+        drafts = rows.kinds == DRAFT
+        right_so_far = rows.positions == known_len[rows.slots] - valid - 1
+        return RowCounts(
+            normal_rows=int((rows.kinds == NORMAL).sum()),
+            draft_rows=int(drafts.sum()),
+            valid_rows=sum(tokens_of_row),
+            drafts_after_valid=int((drafts & right_so_far).sum()),
+            accepted_drafts=int((drafts & (valid > 0)).sum()),
         )
-        return torch.stack([mask.sum() for mask in counted])
 
 
 class IterationLog:

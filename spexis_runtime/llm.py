@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import vllm
 
+from spexis_runtime import patches
 from spexis_runtime.engine_options import engine_options
 from spexis_runtime.no_gpu.environment import configure_environment
 from spexis_runtime.versions import check_versions
@@ -27,6 +28,8 @@ class LLM(vllm.LLM):
         drop_ratio: alpha of the paper's section 5.1, in [0, 1), instead of a budget: of
             B running requests, B / (1 + alpha (N - 1)) rows are fed (equation 3).
         log_dir: directory for the per-iteration JSONL log; created if missing.
+        stages_per_gpu: stages that share a GPU through MPS, each with its share of the
+            SMs; for development and tests. Needs `kv_cache_memory_bytes`.
 
     Raises:
         SpexisConfigError, AdapterError (both ValueError): for settings or an adapter
@@ -42,6 +45,7 @@ class LLM(vllm.LLM):
         row_budget: int | Literal["auto"] = "auto",
         drop_ratio: float | None = None,
         log_dir: str | os.PathLike[str] | None = None,
+        stages_per_gpu: int = 1,
         **kwargs: Any,
     ) -> None:
         check_versions()
@@ -52,9 +56,11 @@ class LLM(vllm.LLM):
             row_budget=row_budget,
             drop_ratio=drop_ratio,
             log_dir=log_dir,
+            stages_per_gpu=stages_per_gpu,
         )
         self.spexis_config, options = engine_options(model, own_options, kwargs)
-        super().__init__(model, **options)
+        with patches.interrupt_ends_start():
+            super().__init__(model, **options)
 
     def _run_completion(self, *args: Any, **kwargs: Any) -> Any:
         with self._requests_end_on_interrupt():

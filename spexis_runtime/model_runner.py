@@ -29,9 +29,8 @@ from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime.config import SpexisConfig
 from spexis_runtime.draft_sampling import DraftSampling
 from spexis_runtime.exit_head import ExitHead
-from spexis_runtime.iteration_log import RowCounts
 from spexis_runtime.results import ResultHandler, SpexisOutput
-from spexis_runtime.step_inputs import StepInputs, build_step_inputs
+from spexis_runtime.step_inputs import StepInputs, StepInputsBuilder
 from spexis_runtime.step_plan import StepPlan, plan_step
 from spexis_runtime.structured_outputs import AnonymousRowsGrammar
 
@@ -49,13 +48,20 @@ class SpexisModelRunner(GPUModelRunner):
         self.results = ResultHandler(vars(self)["pp_handler"])
         self.pp_handler = self.results
         self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, device)
+        self.inputs_builder = StepInputsBuilder(
+            self.pool, self.input_buffers, self.req_states
+        )
         self.draft_sampling = DraftSampling(self.max_num_reqs, device)
+        # of k decode rows and p chunks, the last k + p of the first max_num_reqs + p
+        self.rejected = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32).to(device)
+        self.rejected[: self.max_num_reqs] = 1
         self.step = 0
         self.plan: StepPlan
         self.inputs: StepInputs
         self.decode_rows: Rows
         self.received_tensors: IntermediateTensors | None = None
-        self.row_counts: torch.Tensor
+        self.has_rows = False  # in this step
+        self.row_block: torch.Tensor  # the decode rows as one tensor, [5, k] int32
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -87,6 +93,7 @@ class SpexisModelRunner(GPUModelRunner):
                 scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
             )
         self.step += 1
+        self.has_rows = False
         self.plan = plan_step(
             scheduler_output, self.req_states, self.spexis_config, self.num_stages
         )
@@ -95,9 +102,7 @@ class SpexisModelRunner(GPUModelRunner):
             self.plan.scheduler_output, intermediate_tensors, **kwargs
         )
         if isinstance(output, IntermediateTensors):
-            if self.is_first_pp_rank:
-                self.draft()
-            output.tensors[ROWS] = torch.stack(self.decode_rows)
+            output.tensors[ROWS] = self.row_block
         return output
 
     def update_pp_decode_requests(self) -> None:
@@ -149,15 +154,10 @@ class SpexisModelRunner(GPUModelRunner):
     def prepare_inputs(
         self, scheduler_output: SchedulerOutput, batch_desc: BatchExecutionDescriptor
     ) -> InputBatch:
-        self.decode_rows = self.feed() if self.is_first_pp_rank else self.receive_rows()
-        self.inputs = build_step_inputs(
-            self.plan,
-            self.decode_rows,
-            batch_desc,
-            self.pool,
-            self.input_buffers,
-            self.req_states,
-        )
+        self.has_rows = True
+        self.row_block = self.feed() if self.is_first_pp_rank else self.receive_rows()
+        self.decode_rows = Rows(*self.row_block.unbind())
+        self.inputs = self.inputs_builder.build(self.plan, self.decode_rows, batch_desc)
         if self.is_first_pp_rank:
             slots = self.inputs.prefill_slots.long()
             ends = np.array(list(self.plan.prefill_ends.values()), dtype=np.int32)
@@ -166,22 +166,23 @@ class SpexisModelRunner(GPUModelRunner):
             self.results.rows = self.inputs.rows
         return self.inputs.batch
 
-    def feed(self) -> Rows:
-        """Stage 0: choose the decode rows and advance their requests."""
+    def feed(self) -> torch.Tensor:
+        """Stage 0: choose the decode rows, [5, k], and advance their requests."""
         limit: np.ndarray = np.zeros(self.max_num_reqs, dtype=np.int32)
         for req_id, positions in self.plan.decode_limits.items():
             limit[self.req_states.req_id_to_index[req_id]] = positions
         async_copy_to_gpu(limit, out=self.pool.limit)
-        return select_rows(
-            self.pool, num_rows=self.plan.num_decode_rows, step=self.step
-        )
+        k = self.plan.num_decode_rows
+        block = torch.empty(len(Rows._fields), k, dtype=torch.int32, device=self.device)
+        select_rows(self.pool, num_rows=k, step=self.step, out=Rows(*block.unbind()))
+        return block
 
-    def receive_rows(self) -> Rows:
+    def receive_rows(self) -> torch.Tensor:
         assert self.received_tensors is not None
-        rows = self.received_tensors.tensors.get(ROWS)
-        if rows is None:  # vLLM sends no empty tensor
-            rows = torch.empty(len(Rows._fields), 0, dtype=torch.int32)
-        return Rows(*rows.to(self.device).unbind())
+        block = self.received_tensors.tensors.get(ROWS)
+        if block is None:  # vLLM sends no empty tensor
+            block = torch.empty(len(Rows._fields), 0, dtype=torch.int32)
+        return block.to(self.device)
 
     def prepare_attn(
         self, input_batch: InputBatch
@@ -197,7 +198,7 @@ class SpexisModelRunner(GPUModelRunner):
         return np.concatenate((self.inputs.decode_slots_np, chunks))
 
     def draft(self) -> None:
-        """Stage 0: the exit head drafts the token after each row."""
+        """Stage 0, once its output is on its way: draft the token after each row."""
         rows = self.inputs.rows
         sampling = self.draft_sampling.of_rows(rows, self.row_candidates())
         drafts = self.drafter.propose(self.inputs.batch.logits_indices, rows, sampling)
@@ -219,12 +220,12 @@ class SpexisModelRunner(GPUModelRunner):
         candidates = self.row_candidates()
         batch = dataclasses.replace(input_batch, idx_mapping_np=candidates)
         output, _, _ = super().sample(hidden_states, batch, grammar_output)
-        accepted = verify(self.pool, inputs.rows, output.sampled_token_ids[:, 0])
-        self.row_counts = RowCounts.of_rows(self.pool, inputs.rows, accepted)
-        output.num_sampled = (accepted != INVALID_TOKEN).int()
+        sampled = output.sampled_token_ids[:, 0]
+        self.results.accepted = verify(self.pool, inputs.rows, sampled)
+        output.num_sampled = (self.results.accepted != INVALID_TOKEN).int()
         # so that vLLM's count of computed tokens moves by prefill chunks alone
-        output.num_rejected = torch.zeros_like(output.num_sampled)
-        output.num_rejected[:k] = 1
+        first = self.max_num_reqs - k
+        output.num_rejected = self.rejected[first : first + len(sampled)]
         return output, output.num_sampled, output.num_rejected
 
     def postprocess_sampled(
@@ -249,11 +250,9 @@ class SpexisModelRunner(GPUModelRunner):
         slot_of = self.req_states.req_id_to_index
         return SpexisOutput(
             output,
-            self.decode_rows.slots,
+            self.row_block,
+            self.pool.known_len,
             {slot_of[i]: i for i in self.plan.decode_limits},
-            self.row_counts,
-            self.main_stream,
-            self.output_copy_stream,
         )
 
     # ---- tests and idle checks ----------------------------------------------------

@@ -7,6 +7,7 @@ pinned version changes, this file is what has to be read again.
 
 import contextlib
 import importlib
+import math
 import pkgutil
 import time
 from collections.abc import Iterator
@@ -33,6 +34,36 @@ def model_runner_class(module: str, name: str, replacement: type) -> Iterator[No
         setattr(owner, name, original)
 
 
+@contextlib.contextmanager
+def interrupt_ends_start() -> Iterator[None]:
+    """Ctrl-C while an engine starts is raised.
+
+    Reason: the socket on which the client waits for its engine swallows it, and the
+    client then waits for an engine that has nobody to report to. Remove when
+    `zmq_socket_ctx` lets KeyboardInterrupt pass.
+    """
+    import vllm.v1.engine.utils as utils
+
+    original = utils.zmq_socket_ctx
+
+    @contextlib.contextmanager
+    def zmq_socket_ctx(*args: Any, **kwargs: Any) -> Iterator[Any]:
+        interrupt = None
+        with original(*args, **kwargs) as socket:
+            try:
+                yield socket
+            except KeyboardInterrupt as error:
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    utils.zmq_socket_ctx = zmq_socket_ctx
+    try:
+        yield
+    finally:
+        utils.zmq_socket_ctx = original
+
+
 def ray_worker_class(replacement: type) -> None:
     """The Ray executor builds `replacement` for its actors, in this process.
 
@@ -42,6 +73,29 @@ def ray_worker_class(replacement: type) -> None:
     import vllm.v1.executor.ray_executor_v2 as ray_executor
 
     ray_executor.RayWorkerProc = replacement
+
+
+def end_wait_on_shutdown(response_mq: Any) -> None:
+    """A wait for an answer of another node's stage ends when the executor shuts down.
+
+    Reason: vLLM's executor shuts its queues down when a stage has died, which wakes a
+    reader of shared memory, but not one of a socket: the engine would wait for ever.
+    Remove when `MessageQueue.dequeue` looks at `shutting_down` there too.
+    """
+    dequeue = response_mq.dequeue
+
+    def dequeue_or_end(timeout: float | None = None, **kwargs: Any) -> Any:
+        deadline = time.monotonic() + (math.inf if timeout is None else timeout)
+        while not response_mq.shutting_down:
+            left = deadline - time.monotonic()
+            try:
+                return dequeue(timeout=max(0.0, min(1.0, left)), **kwargs)
+            except TimeoutError:
+                if left <= 0:
+                    raise
+        raise RuntimeError("cancelled")
+
+    response_mq.dequeue = dequeue_or_end
 
 
 def allocate_without_caching(kv_cache_manager: Any) -> None:

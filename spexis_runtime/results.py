@@ -7,11 +7,11 @@ from typing import NamedTuple
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
-from vllm.v1.worker.gpu.async_utils import AsyncOutput, stream
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.input_batch import InputBatch
 from vllm.v1.worker.gpu.pp_utils import PPHandler
 
-from spexis_kernels.constants import INVALID_TOKEN, PAD_SLOT_ID
+from spexis_kernels.constants import PAD_SLOT_ID
 from spexis_kernels.pool import Rows
 from spexis_runtime.iteration_log import RowCounts
 
@@ -42,7 +42,9 @@ class ResultHandler:
         num_stages = get_pp_group().world_size
         self.queue: deque[PendingResult | None] = deque([None] * num_stages)
         self.sent: deque[tuple[torch.distributed.Work, torch.Tensor]] = deque()
-        self.rows: Rows | None = None  # of the step being run; set by the runner
+        # of the step being run; set by the runner
+        self.rows: Rows | None = None  # on stage 0
+        self.accepted: torch.Tensor  # on the last stage: what `verify` returned
 
     def on_req_idx_freed(self, req_idx: int) -> None:
         """Late results die by the pool's generations, not by vLLM's."""
@@ -70,18 +72,17 @@ class ResultHandler:
         num_rejected: torch.Tensor,
         input_batch: InputBatch,
     ) -> None:
-        """Send which rows are valid and what they append; one row a request."""
-        accepted = torch.where(
-            num_sampled > 0, sampled_token_ids[:, 0].int(), INVALID_TOKEN
-        )
-        self.sent.append((self._broadcast(accepted), accepted))
-        while len(self.sent) > len(self.queue):  # long since received
-            self.sent.popleft()[0].wait()
+        """Send which rows are valid and what they append; one row a request.
+
+        What is sent must stay where it is until then; nothing waits for it here.
+        """
+        while self.sent and self.sent[0][0].is_completed():
+            self.sent.popleft()
+        self.sent.append((self._broadcast(self.accepted), self.accepted))
 
     def _broadcast(self, accepted: torch.Tensor) -> torch.distributed.Work:
         with torch.cuda.stream(self.broadcast_stream):
             self.broadcast_stream.wait_stream(self.main_stream)
-            accepted.record_stream(self.broadcast_stream)
             return torch.distributed.broadcast(
                 accepted, self.last_rank, self.broadcast_group, async_op=True
             )
@@ -97,35 +98,34 @@ class SpexisOutput(AsyncModelRunnerOutput):
     def __init__(
         self,
         output: AsyncOutput,
-        decode_slots: torch.Tensor,  # [num_decode_rows] int32, on the device
+        row_block: torch.Tensor,  # [5, num_decode_rows] int32, on the device
+        known_len: torch.Tensor,  # [max_num_reqs] int32, as `verify` left it
         decode_requests: dict[int, str],  # slot -> request, as of this step
-        row_counts: torch.Tensor,  # [5] int64, on the device
-        main_stream: torch.cuda.Stream,
-        copy_stream: torch.cuda.Stream,
     ):
         self.output = output
         self.decode_requests = decode_requests
-        self.device_tensors = decode_slots, row_counts  # kept until copied
+        # on the main stream: the next step will change known_len
+        self.row_block = row_block.to("cpu", non_blocking=True)
+        self.known_len = known_len.to("cpu", non_blocking=True, copy=True)
         self.copy_event = torch.cuda.Event(blocking=True)
-        with stream(copy_stream, main_stream):
-            copy_stream.wait_stream(main_stream)
-            self.decode_slots = decode_slots.to("cpu", non_blocking=True)
-            self.row_counts = row_counts.to("cpu", non_blocking=True)
-            self.copy_event.record(copy_stream)
+        self.copy_event.record()
 
     def get_output(self) -> ModelRunnerOutput:
         output = self.output.get_output()
         self.copy_event.synchronize()
-        rows = [
+        rows = Rows(*self.row_block.numpy())
+        names = [
             self.decode_requests[slot] if slot != PAD_SLOT_ID else ""
-            for slot in self.decode_slots.tolist()
+            for slot in rows.slots.tolist()
         ]
-        output.req_ids[: len(rows)] = rows
-        without_row = sorted(set(self.decode_requests.values()).difference(rows))
+        output.req_ids[: len(names)] = names
+        output.spexis_row_counts = RowCounts.of_rows(
+            rows, self.known_len.numpy(), list(map(len, output.sampled_token_ids))
+        )
+        without_row = sorted(set(self.decode_requests.values()).difference(names))
         output.req_ids += without_row
         output.sampled_token_ids += [[] for _ in without_row]
         if output.logprobs is not None:  # one logit a row, whatever the sampler thought
             output.logprobs = output.logprobs._replace(cu_num_generated_tokens=None)
         output.req_id_to_index = {name: i for i, name in enumerate(output.req_ids)}
-        output.spexis_row_counts = RowCounts(*self.row_counts.tolist())
         return output

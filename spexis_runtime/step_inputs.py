@@ -33,121 +33,156 @@ class StepInputs(NamedTuple):
     prefill_slots: torch.Tensor  # [p] int32
 
 
-def build_step_inputs(
-    plan: StepPlan,
-    decode_rows: Rows,
-    batch_desc: BatchExecutionDescriptor,
-    pool: RequestPool,
-    buffers: InputBuffers,
-    req_states: RequestState,
-) -> StepInputs:
-    """Fill `buffers` and describe the batch.
+class StepInputsBuilder:
+    """Fills the runner's buffers for each step; a step without chunks costs it little.
 
     Args:
-        decode_rows: [k] int32 each, as `select_rows` chose them on stage 0.
-        batch_desc: vLLM's padded sizes for the step.
         pool: only `generation` is read.
+        buffers, req_states: the runner's own.
     """
-    device = buffers.device
-    k, chunks = plan.num_decode_rows, plan.prefill_ends
-    scheduled = plan.scheduler_output.num_scheduled_tokens
-    num_reqs, num_tokens = len(scheduled), sum(scheduled.values())
-    num_reqs_padded = batch_desc.num_reqs or num_reqs
-    slot_of = req_states.req_id_to_index
 
-    query_lens = np.fromiter(scheduled.values(), dtype=np.int32, count=num_reqs)
-    query_start_loc_np = np.full(buffers.max_num_reqs + 1, num_tokens, dtype=np.int32)
-    query_start_loc_np[0] = 0
-    np.cumsum(query_lens, out=query_start_loc_np[1 : num_reqs + 1])
-    async_copy_to_gpu(query_start_loc_np, out=buffers.query_start_loc)
-    query_start_loc = buffers.query_start_loc
+    def __init__(
+        self, pool: RequestPool, buffers: InputBuffers, req_states: RequestState
+    ):
+        self.pool = pool
+        self.buffers = buffers
+        self.req_states = req_states
+        device, most = buffers.device, buffers.max_num_reqs
+        # contents that never change
+        self.counting = torch.arange(most + 1, dtype=torch.int32, device=device)
+        self.row_numbers = torch.arange(most, dtype=torch.int64, device=device)
+        self.zeros = torch.zeros(most, dtype=torch.int32, device=device)
 
-    decode_slots_np = np.array([slot_of[i] for i in plan.decode_limits], dtype=np.int32)
-    prefill_slots_np = np.array([slot_of[i] for i in chunks], dtype=np.int32)
-    prefill_slots = async_copy_to_gpu(prefill_slots_np, device=device)
+    def build(
+        self,
+        plan: StepPlan,
+        decode_rows: Rows,
+        batch_desc: BatchExecutionDescriptor,
+    ) -> StepInputs:
+        """Fill the buffers and describe the batch.
 
-    # decode rows: token, position and length travel with the row
-    is_row = decode_rows.slots != PAD_SLOT_ID
-    buffers.input_ids[:k] = decode_rows.tokens.clamp(min=0)
-    buffers.positions[:k] = decode_rows.positions
-    buffers.seq_lens[:k] = torch.where(is_row, decode_rows.positions + 1, 0)
-    # prefill chunks: from the prompt, by vLLM's kernels on the tail of the batch
-    if chunks:
+        Args:
+            decode_rows: [k] int32 each, as `select_rows` chose them on stage 0.
+            batch_desc: vLLM's padded sizes for the step.
+        """
+        buffers, slot_of = self.buffers, self.req_states.req_id_to_index
+        k, chunks = plan.num_decode_rows, plan.prefill_ends
+        scheduled = plan.scheduler_output.num_scheduled_tokens
+        num_reqs, num_tokens = len(scheduled), sum(scheduled.values())
+        num_reqs_padded = batch_desc.num_reqs or num_reqs
+
+        query_lens = np.fromiter(scheduled.values(), dtype=np.int32, count=num_reqs)
+        query_start_loc_np = np.full(
+            buffers.max_num_reqs + 1, num_tokens, dtype=np.int32
+        )
+        query_start_loc_np[0] = 0
+        np.cumsum(query_lens, out=query_start_loc_np[1 : num_reqs + 1])
+        decode_slots_np = np.array(
+            [slot_of[i] for i in plan.decode_limits], dtype=np.int32
+        )
+        prefill_slots_np = np.array([slot_of[i] for i in chunks], dtype=np.int32)
+
+        self._fill_decode_rows(decode_rows)
+        if chunks:
+            async_copy_to_gpu(query_start_loc_np, out=buffers.query_start_loc)
+            prefill_slots = async_copy_to_gpu(prefill_slots_np, device=buffers.device)
+            self._fill_chunks(k, prefill_slots)
+            logits_indices = buffers.query_start_loc[1 : num_reqs + 1].long() - 1
+            rows = self._with_chunks(decode_rows, prefill_slots, logits_indices)
+        else:
+            torch.clamp(self.counting, max=k, out=buffers.query_start_loc)
+            buffers.seq_lens[k:].zero_()
+            prefill_slots = self.zeros[:0]
+            logits_indices = self.row_numbers[:k]
+            rows = decode_rows
+        # padding rows must load from a slot that exists
+        idx_mapping = rows.slots.clamp(min=0)
+
+        # What the host knows a row by. A decode row's request is unknown to it: any of
+        # the candidates stands for it, with the largest bounds among them.
+        row_slots_np = np.concatenate((decode_slots_np[:k], prefill_slots_np))
+        longest = max(plan.decode_limits.values(), default=0)
+        ends = np.array([longest] * k + list(chunks.values()), dtype=np.int32)
+        seq_lens_upper_bound: np.ndarray = np.zeros(num_reqs_padded, dtype=np.int32)
+        seq_lens_upper_bound[:num_reqs] = ends
+        computed_np = ends - query_lens
+        prefill_len_np = self.req_states.prefill_len.np[row_slots_np]
+        is_prefilling_np = np.arange(num_reqs) >= k
+
+        batch = InputBatch(
+            req_ids=list(scheduled),
+            num_reqs=num_reqs,
+            num_reqs_after_padding=num_reqs_padded,
+            idx_mapping=idx_mapping,
+            idx_mapping_np=row_slots_np,
+            expanded_idx_mapping=idx_mapping,
+            expanded_local_pos=self.zeros[:num_reqs],
+            num_scheduled_tokens=query_lens,
+            num_tokens=num_tokens,
+            num_tokens_after_padding=batch_desc.num_tokens,
+            num_draft_tokens=0,
+            num_draft_tokens_per_req=None,
+            query_start_loc=buffers.query_start_loc[: num_reqs_padded + 1],
+            query_start_loc_np=query_start_loc_np[: num_reqs_padded + 1],
+            seq_lens=buffers.seq_lens[:num_reqs_padded],
+            seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens_upper_bound),
+            dcp_local_seq_lens=None,
+            num_computed_tokens_np=computed_np,
+            prefill_len_np=prefill_len_np,
+            num_computed_prefill_tokens_np=np.where(
+                is_prefilling_np, computed_np, prefill_len_np
+            ),
+            is_prefilling_np=is_prefilling_np,
+            max_seq_len_np=None,
+            input_ids=buffers.input_ids[: batch_desc.num_tokens],
+            positions=buffers.positions[: batch_desc.num_tokens],
+            is_padding=buffers.is_padding[: batch_desc.num_tokens],
+            logits_indices=logits_indices,
+            cu_num_logits=self.counting[: num_reqs + 1],
+            cu_num_logits_np=np.arange(num_reqs + 1, dtype=np.int32),
+            has_structured_output_reqs=False,
+            prompt_lens=None,
+        )
+        return StepInputs(batch, rows, decode_slots_np, prefill_slots)
+
+    def _fill_decode_rows(self, rows: Rows) -> None:
+        """Token, position and length of a decode row travel with it."""
+        buffers, k = self.buffers, len(rows.slots)
+        torch.clamp(rows.tokens, min=0, out=buffers.input_ids[:k])
+        buffers.positions[:k] = rows.positions
+        torch.add(rows.positions, 1, out=buffers.seq_lens[:k])
+        buffers.seq_lens[:k].masked_fill_(rows.slots == PAD_SLOT_ID, 0)
+
+    def _fill_chunks(self, k: int, prefill_slots: torch.Tensor) -> None:
+        """Prefill chunks: from the prompt, by vLLM's kernels on the batch's tail."""
+        buffers, states = self.buffers, self.req_states
         prepare_prefill_inputs(
             buffers.input_ids,
-            req_states.next_prefill_tokens,
+            states.next_prefill_tokens,
             prefill_slots,
-            query_start_loc[k:],
-            req_states.all_token_ids.gpu,
-            req_states.prefill_len.gpu,
-            req_states.num_computed_tokens.gpu,
+            buffers.query_start_loc[k:],
+            states.all_token_ids.gpu,
+            states.prefill_len.gpu,
+            states.num_computed_tokens.gpu,
         )
         prepare_pos_seq_lens(
             prefill_slots,
-            query_start_loc[k:],
-            req_states.num_computed_tokens.gpu,
+            buffers.query_start_loc[k:],
+            states.num_computed_tokens.gpu,
             buffers.positions,
             buffers.seq_lens[k:],
         )
-    else:
-        buffers.seq_lens[k:].zero_()
 
-    slots = torch.cat((decode_rows.slots, prefill_slots))
-    idx_mapping = slots.clamp(min=0)  # padding rows must load from a slot that exists
-    logits_indices = query_start_loc[1 : num_reqs + 1].long() - 1
-    rows = Rows(
-        slots=slots,
-        generations=torch.cat(
-            (decode_rows.generations, pool.generation[prefill_slots.long()])
-        ),
-        positions=buffers.positions[logits_indices].int(),
-        tokens=buffers.input_ids[logits_indices],
-        kinds=torch.cat((decode_rows.kinds, torch.full_like(prefill_slots, PREFILL))),
-    )
-
-    # What the host knows a row by. A decode row's request is unknown to it: any of the
-    # candidates stands for it, with the largest bounds among them.
-    row_slots_np = np.concatenate((decode_slots_np[:k], prefill_slots_np))
-    longest = max(plan.decode_limits.values(), default=0)
-    ends = np.array([longest] * k + list(chunks.values()), dtype=np.int32)
-    seq_lens_upper_bound: np.ndarray = np.zeros(num_reqs_padded, dtype=np.int32)
-    seq_lens_upper_bound[:num_reqs] = ends
-    computed_np = ends - query_lens
-    prefill_len_np = req_states.prefill_len.np[row_slots_np]
-    is_prefilling_np = np.arange(num_reqs) >= k
-
-    batch = InputBatch(
-        req_ids=list(scheduled),
-        num_reqs=num_reqs,
-        num_reqs_after_padding=num_reqs_padded,
-        idx_mapping=idx_mapping,
-        idx_mapping_np=row_slots_np,
-        expanded_idx_mapping=idx_mapping,
-        expanded_local_pos=torch.zeros_like(idx_mapping),
-        num_scheduled_tokens=query_lens,
-        num_tokens=num_tokens,
-        num_tokens_after_padding=batch_desc.num_tokens,
-        num_draft_tokens=0,
-        num_draft_tokens_per_req=None,
-        query_start_loc=query_start_loc[: num_reqs_padded + 1],
-        query_start_loc_np=query_start_loc_np[: num_reqs_padded + 1],
-        seq_lens=buffers.seq_lens[:num_reqs_padded],
-        seq_lens_cpu_upper_bound=torch.from_numpy(seq_lens_upper_bound),
-        dcp_local_seq_lens=None,
-        num_computed_tokens_np=computed_np,
-        prefill_len_np=prefill_len_np,
-        num_computed_prefill_tokens_np=np.where(
-            is_prefilling_np, computed_np, prefill_len_np
-        ),
-        is_prefilling_np=is_prefilling_np,
-        max_seq_len_np=None,
-        input_ids=buffers.input_ids[: batch_desc.num_tokens],
-        positions=buffers.positions[: batch_desc.num_tokens],
-        is_padding=buffers.is_padding[: batch_desc.num_tokens],
-        logits_indices=logits_indices,
-        cu_num_logits=torch.arange(num_reqs + 1, dtype=torch.int32, device=device),
-        cu_num_logits_np=np.arange(num_reqs + 1, dtype=np.int32),
-        has_structured_output_reqs=False,
-        prompt_lens=None,
-    )
-    return StepInputs(batch, rows, decode_slots_np, prefill_slots)
+    def _with_chunks(
+        self, rows: Rows, prefill_slots: torch.Tensor, logits_indices: torch.Tensor
+    ) -> Rows:
+        """The decode rows and then a row for the last token of each chunk."""
+        generations = self.pool.generation[prefill_slots.long()]
+        kinds = torch.full_like(prefill_slots, PREFILL)
+        return Rows(
+            slots=torch.cat((rows.slots, prefill_slots)),
+            generations=torch.cat((rows.generations, generations)),
+            positions=self.buffers.positions[logits_indices].int(),
+            tokens=self.buffers.input_ids[logits_indices],
+            kinds=torch.cat((rows.kinds, kinds)),
+        )

@@ -73,6 +73,13 @@ class StageWorker(FailFast):
             config.parallel_config.pipeline_parallel_size,
         )
 
+    def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
+        output = super().execute_model(scheduler_output)
+        if self.model_runner.is_first_pp_rank and self.model_runner.has_rows:
+            with end_process_on_error("draft"):
+                self.model_runner.draft()
+        return output
+
     def check_integrity(self) -> dict[str, Any]:
         """What must be equal on all stages; raises AssertionError where it is broken.
 

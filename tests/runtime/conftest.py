@@ -11,11 +11,11 @@ from spexis_runtime.no_gpu.environment import configure_environment, use_cpu
 
 use_cpu()
 configure_environment()
-# stages must find the tests' own modules, before Ray starts
-_HERE = str(Path(__file__).parent)
-sys.path[:0] = [_HERE, str(Path(__file__).parents[1])]  # and tests/tolerances.py
+# stages must find the tests' own modules, tests/tolerances.py and the package
+_PATHS = [str(Path(__file__).parents[i]) for i in range(3)]
+sys.path[:0] = _PATHS
 os.environ["PYTHONPATH"] = os.pathsep.join(
-    [_HERE, str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    [*_PATHS, os.environ.get("PYTHONPATH", "")]  # before Ray starts
 )
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc of functions
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")

@@ -91,6 +91,36 @@ def run(
     return result
 
 
+def abort_many(
+    llm: Any, requests: list[Request], *, count: int, max_age: int, live: int = 12
+) -> int:
+    """Start `count` requests, `live` at a time, each one aborted at a random age.
+
+    Ages are in engine steps. Returns how many were aborted, not done before.
+    """
+    engine, rng = llm.llm_engine, random.Random(count)
+    name = f"abort{rng.random()}"
+    deadlines: dict[str, int] = {}
+    started = aborted = 0
+    for step in range(MAX_STEPS):
+        while started < count and len(deadlines) < live:
+            request_id = f"{name}-{started}"
+            engine.add_request(request_id, *rng.choice(requests))
+            deadlines[request_id] = step + rng.randint(0, max_age)
+            started += 1
+        if not deadlines:
+            return aborted
+        due = [i for i, deadline in deadlines.items() if deadline <= step]
+        engine.abort_request(due)
+        aborted += len(due)
+        for i in due:
+            del deadlines[i]
+        for output in engine.step() if deadlines else []:
+            if output.finished:
+                deadlines.pop(output.request_id, None)
+    raise AssertionError(f"no end after {MAX_STEPS} steps; live: {sorted(deadlines)}")
+
+
 def differing(run: Run, expected: dict[int, list[int]]) -> list[int]:
     """Requests whose output is not the expected one (a prefix of it where aborted)."""
     wrong = []

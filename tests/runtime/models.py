@@ -26,15 +26,18 @@ FAMILIES = {
 }
 
 
-def make_model(family: str, directory: Path, num_hidden_layers: int = 4) -> Path:
-    """Write a model of `family` (untied llama, tied qwen) and return its directory."""
+def make_model(family: str, directory: Path, **options: Any) -> Path:
+    """Write a model of `family` (untied llama, tied qwen) and return its directory.
+
+    Args:
+        options: of its config, such as `num_hidden_layers`.
+    """
     config_class, model_class, tied = FAMILIES[family]
-    kwargs: dict[str, Any] = {"head_dim": 32} if family == "qwen3" else {}
-    config = config_class(
+    defaults: dict[str, Any] = dict(
         vocab_size=VOCAB_SIZE,
         hidden_size=128,
         intermediate_size=256,
-        num_hidden_layers=num_hidden_layers,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=2048,
@@ -42,8 +45,10 @@ def make_model(family: str, directory: Path, num_hidden_layers: int = 4) -> Path
         bos_token_id=1,
         eos_token_id=2,
         initializer_range=0.12,
-        **kwargs,
     )
+    if family == "qwen3":
+        defaults["head_dim"] = 32
+    config = config_class(**(defaults | options))
     torch.manual_seed(1)
     path = directory / family
     model_class(config).to(torch.float32).save_pretrained(path)

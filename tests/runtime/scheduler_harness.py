@@ -52,7 +52,6 @@ from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime import patches
 from spexis_runtime.config import SpexisConfig
 from spexis_runtime.draft_sampling import DraftSampling
-from spexis_runtime.iteration_log import RowCounts
 from spexis_runtime.model_runner import SpexisModelRunner
 from spexis_runtime.results import SpexisOutput
 from spexis_runtime.scheduler import SpexisScheduler
@@ -197,7 +196,8 @@ class ToyPipeline:
     def run(self, so: SchedulerOutput) -> None:
         """Feed, run the toy model over the rows, draft, verify."""
         first, last, plan = self.first, self.last, self.first.plan
-        decode = first.feed()
+        row_block = first.feed()
+        decode = Rows(*row_block.unbind())
         slot_of = first.req_states.req_id_to_index
         read: dict[int, list[int]] = {}  # slot -> KV that its row attends to
         self.reads, self.writes = {}, {}
@@ -234,8 +234,7 @@ class ToyPipeline:
         sampled = int32([next_token(row) for row in cells])
         accepted = verify(last.pool, rows, sampled)
         self.results[-1] = rows, accepted
-        counts = RowCounts.of_rows(last.pool, rows, accepted)
-        self.report(decode, accepted, counts)
+        self.report(row_block, accepted)
 
     def write(self, slot: int, position: int, tokens: list[int]) -> list[int]:
         """Write the KV of `tokens` from `position` on; returns the prefix's KV."""
@@ -266,13 +265,8 @@ class ToyPipeline:
             confidence.append(rng.uniform(*((0.5, 1.0) if hit else (0.0, 0.8))))
         store_drafts(self.first.pool, rows, int32(tokens), torch.tensor(confidence))
 
-    def report(
-        self, decode: Rows, accepted: torch.Tensor, counts: torch.Tensor
-    ) -> None:
+    def report(self, row_block: torch.Tensor, accepted: torch.Tensor) -> None:
         plan, slot_of = self.first.plan, self.first.req_states.req_id_to_index
-        counted = RowCounts(*counts.tolist())
-        self.accepted_drafts += counted.accepted_drafts
-        self.rejected_drafts += counted.drafts_after_valid - counted.accepted_drafts
         req_ids = list(plan.scheduler_output.num_scheduled_tokens)
         stream = torch.cuda.current_stream()
         sampled = accepted.clamp(min=0).long().unsqueeze(1)
@@ -285,13 +279,17 @@ class ToyPipeline:
         )
         decode_requests = {slot_of[i]: i for i in plan.decode_limits}
         self.output = SpexisOutput(
-            output, decode.slots, decode_requests, counts, stream, stream
+            output, row_block, self.last.pool.known_len, decode_requests
         )
 
     def sample_tokens(self, grammar_output: None, non_block: bool) -> Future[Any]:
         future: Future[Any] = Future()
         assert self.output is not None
-        future.set_result(self.output.get_output())
+        output = self.output.get_output()
+        counts = output.spexis_row_counts
+        self.accepted_drafts += counts.accepted_drafts
+        self.rejected_drafts += counts.drafts_after_valid - counts.accepted_drafts
+        future.set_result(output)
         return future
 
 

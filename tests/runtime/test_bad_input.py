@@ -14,17 +14,24 @@ import psutil
 import pytest
 import ray
 import torch
-from transformers import GPT2Config, LlamaConfig
+from transformers import (
+    BartConfig,
+    GPT2Config,
+    JambaConfig,
+    LlamaConfig,
+    LlavaConfig,
+    MixtralConfig,
+)
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from spexis_runtime import LLM
+from spexis_runtime import LLM, AsyncEngineArgs
 from spexis_runtime.adapter.config import (
     AdapterConfig,
     AdapterError,
     expected_tensors,
     save_adapter,
 )
-from spexis_runtime.config import SpexisConfigError
+from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.versions import UnsupportedVersionError
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
@@ -36,6 +43,16 @@ SIZES: dict[str, Any] = dict(
     num_attention_heads=4,
     num_key_value_heads=2,
     num_hidden_layers=NUM_LAYERS,
+)
+
+
+BUILDABLE: dict[str, Any] = dict(
+    model="model",
+    pipeline_parallel_size=2,
+    max_num_seqs=8,
+    max_model_len=64,
+    skip_tokenizer_init=True,
+    load_format="dummy",
 )
 
 
@@ -60,7 +77,15 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     LlamaConfig(**SIZES | {"vocab_size": 65}).save_pretrained(root / "wordy")
     LlamaConfig(**SIZES | {"num_hidden_layers": 6}).save_pretrained(root / "deep")
     LlamaConfig(**SIZES, model_type="qwen2").save_pretrained(root / "qwen2")
-    GPT2Config(architectures=["GPT2LMHeadModel"]).save_pretrained(root / "gpt2")
+    for config_class, architecture in (
+        (GPT2Config, "GPT2LMHeadModel"),
+        (MixtralConfig, "MixtralForCausalLM"),
+        (JambaConfig, "JambaForCausalLM"),
+        (LlavaConfig, "LlavaForConditionalGeneration"),
+        (BartConfig, "BartForConditionalGeneration"),
+    ):
+        other = config_class(architectures=[architecture])
+        other.save_pretrained(root / other.model_type)
     LlamaConfig(**SIZES, quantization_config={"quant_method": "fp8"}).save_pretrained(
         root / "fp8"
     )
@@ -101,17 +126,7 @@ def nothing_happens(root: Path, tmp_path: Path) -> Iterator[None]:
 
 def build(root: Path, logs: Path | None, **options: Any) -> LLM:
     """An engine that would start, but for `options`; paths are below `root`."""
-    settings = dict(
-        model="model",
-        exit_model="adapter",
-        pipeline_parallel_size=2,
-        max_num_seqs=8,
-        max_model_len=64,
-        skip_tokenizer_init=True,
-        load_format="dummy",
-        log_dir=logs,
-    )
-    settings |= options
+    settings = BUILDABLE | dict(exit_model="adapter", log_dir=logs) | options
     for name in ("model", "exit_model"):
         if settings[name] and isinstance(settings[name], str):
             settings[name] = str(root / settings[name])
@@ -189,6 +204,18 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"pipeline_parallel_size": 4},
         "exit_layer 2 of 4 leaves 2 layers for 3 more stages: at least one each",
     ),
+    "stages_per_gpu 0": (
+        {"stages_per_gpu": 0},
+        "stages_per_gpu must be an int of at least 1, got 0",
+    ),
+    "stages that do not fill their GPUs": (
+        {"stages_per_gpu": 2, "pipeline_parallel_size": 3},
+        "pipeline_parallel_size must be a multiple of stages_per_gpu (2), got 3",
+    ),
+    "stages on a GPU that is not there": (
+        {"stages_per_gpu": 2},
+        "2 stages with stages_per_gpu 2 need 1 GPUs, found 0",
+    ),
     "max_num_seqs text": (
         {"max_num_seqs": "8"},
         "max_num_seqs must be an int of at least 1, got '8'",
@@ -200,23 +227,55 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
     "exit_model no path": ({"exit_model": 5}, "exit_model must be a path, got 5"),
     "exit_model empty": ({"exit_model": ""}, "exit_model must be a path, got ''"),
     "log_dir no path": ({"log_dir": 5}, "log_dir must be a path, got 5"),
-    "architecture": (
-        {"model": "gpt2"},
-        "exit_model supports LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM; ",
-    ),
-    "quantised model": ({"model": "fp8"}, "quantised models are not supported"),
     "model is missing": ({"model": "none"}, "none does not exist"),
     "model without config": ({"model": "empty"}, "empty has no usable config: "),
     "model with broken config": ({"model": "broken"}, "broken has no usable config: "),
     "model of no type": ({"model": "typeless"}, "typeless has no usable config: "),
-    "two drafters": (
+    "executor": (
+        {"distributed_executor_backend": "mp"},
+        "exit_model sets distributed_executor_backend itself, got 'mp'",
+    ),
+    "scheduler": ({"scheduler_cls": "a.B"}, "exit_model sets scheduler_cls itself"),
+}
+
+UNSUPPORTED = "exit_model supports LlamaForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM"
+REFUSED_FEATURES: dict[str, tuple[dict[str, Any], str]] = {
+    "other architectures": ({"model": "gpt2"}, f"{UNSUPPORTED}; "),
+    "mixture of experts": ({"model": "mixtral"}, UNSUPPORTED),
+    "hybrid models": ({"model": "jamba"}, UNSUPPORTED),
+    "multimodal models": ({"model": "llava"}, UNSUPPORTED),
+    "encoder-decoder models": ({"model": "bart"}, UNSUPPORTED),
+    "pooling": (
+        {"runner": "pooling"},
+        "exit_model needs runner generate, got 'pooling'",
+    ),
+    "embedding": ({"convert": "embed"}, "exit_model needs convert none, got 'embed'"),
+    "models run by transformers": (
+        {"model_impl": "transformers"},
+        "exit_model needs model_impl vllm, got 'transformers'",
+    ),
+    "quantised models": ({"model": "fp8"}, "quantised models are not supported"),
+    "quantisation on loading": ({"quantization": "fp8"}, "cannot go with quantization"),
+    "vLLM's speculative decoding": (
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         "exit_model cannot go with speculative_config: two ways to draft",
     ),
     "LoRA": ({"enable_lora": True}, "exit_model cannot go with enable_lora"),
-    "quantization": ({"quantization": "fp8"}, "cannot go with quantization"),
-    "KV connector": ({"kv_transfer_config": {"a": 1}}, "go with kv_transfer_config"),
-    "sleep mode": ({"enable_sleep_mode": True}, "cannot go with enable_sleep_mode"),
+    "KV connectors": ({"kv_transfer_config": {"a": 1}}, "go with kv_transfer_config"),
+    "KV offloading": ({"kv_offloading_size": 4.0}, "go with kv_offloading_size"),
+    "sleep and wake-up": (
+        {"enable_sleep_mode": True},
+        "cannot go with enable_sleep_mode",
+    ),
+    "prompt embeddings": ({"enable_prompt_embeds": True}, "enable_prompt_embeds"),
+    "dual batch overlap": (
+        {"enable_dbo": True},
+        "exit_model cannot go with enable_dbo",
+    ),
+    "custom logits processors": (
+        {"logits_processors": ["a.B"]},
+        "exit_model cannot go with logits_processors",
+    ),
     "data parallelism": (
         {"data_parallel_size": 2},
         "exit_model needs data_parallel_size 1, got 2",
@@ -225,16 +284,7 @@ CASES: dict[str, tuple[dict[str, Any], str]] = {
         {"decode_context_parallel_size": 2},
         "exit_model needs decode_context_parallel_size 1, got 2",
     ),
-    "pooling": (
-        {"runner": "pooling"},
-        "exit_model needs runner generate, got 'pooling'",
-    ),
-    "executor": (
-        {"distributed_executor_backend": "mp"},
-        "exit_model sets distributed_executor_backend itself, got 'mp'",
-    ),
-    "scheduler": ({"scheduler_cls": "a.B"}, "exit_model sets scheduler_cls itself"),
-    "synchronous": (
+    "async_scheduling=False": (
         {"async_scheduling": False},
         "exit_model needs async_scheduling, got False",
     ),
@@ -247,6 +297,35 @@ def test_refused(
 ) -> None:
     with refused(line):
         build(root, tmp_path / "log", **options)
+
+
+@pytest.mark.refuses
+@pytest.mark.parametrize("feature", REFUSED_FEATURES)
+def test_feature_is_refused(root: Path, tmp_path: Path, feature: str) -> None:
+    """By `LLM` and by `AsyncEngineArgs` alike."""
+    options, line = REFUSED_FEATURES[feature]
+    with refused(line):
+        build(root, tmp_path / "log", **options)
+    settings = BUILDABLE | options
+    settings["model"] = str(root / settings["model"])
+    engine_args = AsyncEngineArgs(exit_model=str(root / "adapter"), **settings)
+    with refused(line):
+        engine_args.create_engine_config()
+
+
+def test_async_engine_args_check_what_llm_checks(root: Path) -> None:
+    settings = BUILDABLE | dict(model=str(root / "model"))
+    adapter = str(root / "adapter")
+    with refused("drop_ratio must be in [0, 1), got 1.0"):
+        AsyncEngineArgs(
+            exit_model=adapter, drop_ratio=1.0, **settings
+        ).create_engine_config()
+    config = AsyncEngineArgs(
+        exit_model=adapter, row_budget=6, **settings
+    ).create_engine_config()
+    spexis_config = SpexisConfig.from_additional_config(config.additional_config)
+    assert spexis_config == SpexisConfig(exit_model=adapter, row_budget=6)
+    assert config.scheduler_config.max_num_seqs == 8
 
 
 @pytest.mark.parametrize("exit_model", ["adapter", None])

@@ -10,7 +10,14 @@ import pytest
 import torch
 
 from spexis_kernels import verify
-from spexis_kernels.constants import DRAFT, NORMAL, PAD, PAD_SLOT_ID, PREFILL
+from spexis_kernels.constants import (
+    DRAFT,
+    INVALID_TOKEN,
+    NORMAL,
+    PAD,
+    PAD_SLOT_ID,
+    PREFILL,
+)
 from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime.iteration_log import (
     IterationLog,
@@ -54,9 +61,14 @@ def count(rows: list[tuple[int, int, int]]) -> dict[str, int]:
     slot_column = torch.tensor(slots, dtype=torch.int32)
     step = Rows(slot_column, torch.zeros_like(slot_column), positions, tokens, kinds)
     accepted = verify(pool, step, torch.full_like(slot_column, 7))
-    counted = RowCounts.of_rows(pool, step, accepted)
-    assert counted.dtype == torch.int64
-    return RowCounts(*counted.tolist())._asdict()
+    valid = (accepted != INVALID_TOKEN).int()
+    is_chunk = kinds == PREFILL
+    counted = RowCounts.of_rows(
+        Rows(*(column[~is_chunk].numpy() for column in step)),
+        pool.known_len.numpy(),
+        [*valid[~is_chunk].tolist(), *valid[is_chunk].tolist()],
+    )
+    return counted._asdict()
 
 
 @pytest.mark.parametrize("row", FATES)

@@ -30,6 +30,10 @@ def llm(start, tmp_path_factory):
     return llm
 
 
+@pytest.mark.works(
+    "prefix caching: hits on text that is being generated",
+    stages=[2],
+)
 @pytest.mark.parametrize("theta, row_budget", [(0.5, 4), (0.0, 4), (0.8, "auto")])
 def test_followers_of_running_requests(llm, theta, row_budget):
     """A request joins with the text so far of another as its prompt, block by block."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SmolLM2-135M over two stages with its shipped adapter: a real model, real text."""
+"""SmolLM2-135M with its shipped adapter, over two and four stages: real text."""
 
 import json
 import re
@@ -72,21 +72,33 @@ def answers(llm) -> tuple[list, list]:
     return answered, [list(beam.tokens) for beam in beams[0].sequences]
 
 
-OPTIONS = dict(pipeline_parallel_size=2, max_model_len=512, max_num_seqs=4)
+OPTIONS = dict(max_model_len=512, max_num_seqs=4)
 
 
 @pytest.fixture(scope="module")
 def expected(start) -> tuple[list, list]:
     """The answers of plain vLLM."""
-    plain = start(ensure_smollm2(dtype="float32"), **OPTIONS)
+    plain = start(ensure_smollm2(dtype="float32"), pipeline_parallel_size=2, **OPTIONS)
     answered = answers(plain)
     shut_down(plain)
     return answered
 
 
+@pytest.fixture(scope="module", params=[2, 4], ids="{}-stages".format)
+def num_stages(request) -> int:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def speculative(start, expected):
-    return start(ensure_smollm2(dtype="float32"), exit_model=ADAPTER, **OPTIONS)
+def speculative(num_stages, start, expected):
+    llm = start(
+        ensure_smollm2(dtype="float32"),
+        exit_model=ADAPTER,
+        pipeline_parallel_size=num_stages,
+        **OPTIONS,
+    )
+    yield llm
+    shut_down(llm)
 
 
 @pytest.fixture(scope="module")
@@ -96,6 +108,13 @@ def both(expected, speculative):
     return expected, answers(speculative), read_iterations(log_dir)
 
 
+@pytest.mark.works(
+    "LLM.chat",
+    "detokenised text",
+    "bad_words",
+    "stop strings that span tokens",
+    "beam_search",
+)
 def test_answers_are_those_of_plain_pp(both):
     expected, got, _ = both
     assert got == expected
@@ -114,6 +133,11 @@ def test_the_cases_are_what_they_are_meant_to_be(both):
     assert not re.search(r"\b(the|is|a)\b", expected[6][1]), "bad words"
 
 
+@pytest.mark.works(
+    "structured output: choice, regex, JSON schema",
+    "a grammar that forces all tokens",
+    "a grammar that ends the request",
+)
 def test_grammars_are_followed(both):
     """With rows of their own kind beside rows that speculate; see also equality."""
     texts = dict(
@@ -130,20 +154,61 @@ def test_trained_drafts_are_accepted(both):
     assert acceptance(both[2]) > 0.3
 
 
+def logged_acceptance(llm, work) -> tuple[list, float]:
+    """What `work()` returns, and the acceptance in the meantime."""
+    log_dir = llm.spexis_config.log_dir
+    before = len(read_iterations(log_dir))
+    outputs = work()
+    return outputs, acceptance(read_iterations(log_dir)[before:])
+
+
+@pytest.mark.works("drafts of sampled requests share the target's noise")
 def test_sampled_drafts_share_the_noise(both, speculative):
     """At temperature 0.7 drafts are accepted nearly as often as greedy ones."""
-    log_dir = speculative.spexis_config.log_dir
     rates = []
     for temperature in (0.0, 0.7):
-        before = len(read_iterations(log_dir))
         params = SamplingParams(temperature=temperature, max_tokens=24, ignore_eos=True)
-        speculative.chat(CHATS, params, use_tqdm=False)
-        rates.append(acceptance(read_iterations(log_dir)[before:]))
+        _, rate = logged_acceptance(
+            speculative, lambda p=params: speculative.chat(CHATS, p, use_tqdm=False)
+        )
+        rates.append(rate)
     greedy, sampled = rates
     # drafts drawn with other noise would be right in a fifth of the cases or so
     assert sampled > 0.7 * greedy > 0.2
 
 
+@pytest.mark.works(
+    "prefix caching: hits of parts and of whole prompts keep tokens and acceptance"
+)
+def test_prefix_hits_keep_tokens_and_drafts(speculative):
+    """Hits of a part of a prompt, then of whole ones, against no hits at all."""
+    preface = " ".join(DEMO_PROMPTS)  # 100 tokens and more
+    prompts = [f"{preface} {question}" for question in DEMO_PROMPTS[:6]]
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+
+    def one_by_one(reset: bool) -> list:
+        outputs = []
+        for prompt in prompts:
+            if reset:
+                assert speculative.reset_prefix_cache()
+            outputs += speculative.generate([prompt], params, use_tqdm=False)
+        return outputs
+
+    without, rate = logged_acceptance(speculative, lambda: one_by_one(reset=True))
+    assert [o.num_cached_tokens for o in without] == [0] * len(prompts)
+    texts = [o.outputs[0].token_ids for o in without]
+    assert speculative.reset_prefix_cache()
+    for least in (64, 128):  # cached tokens: of the preface; of all but the last block
+        outputs, hit_rate = logged_acceptance(
+            speculative, lambda: one_by_one(reset=False)
+        )
+        assert [o.outputs[0].token_ids for o in outputs] == texts
+        hits = [o.num_cached_tokens for o in outputs]
+        assert min(hits[1:]) >= least, hits
+        assert abs(hit_rate - rate) < 0.02
+
+
+@pytest.mark.works("streaming: text in order")
 def test_streamed_text_grows_to_the_answer(both, speculative):
     """Pieces arrive in order: each text so far continues the one before."""
     engine, texts = speculative.llm_engine, {}

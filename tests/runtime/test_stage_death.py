@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A stage that dies or raises: an exception within seconds, and nothing left over."""
 
-import contextlib
 import os
 import signal
 import threading
@@ -11,10 +10,10 @@ import psutil
 import pytest
 from conftest import shut_down
 from models import make_adapter, make_model
+from processes import outlast, processes
 from vllm import SamplingParams
 
 PROMPTS = [{"prompt_token_ids": [1, 5 + i, 9]} for i in range(4)]
-TRACKER = "multiprocessing.resource_tracker"
 LONG = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, detokenize=False)
 SHORT = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 
@@ -29,38 +28,6 @@ def raise_at_next_step(worker) -> None:
 
     if worker.model_runner.is_first_pp_rank:
         worker.model_runner.execute_model = fail
-
-
-def processes() -> dict[int, str]:
-    """Everything this test process started, down to Ray's agents, that is alive.
-
-    But for the dead that nobody has waited for yet, and Python's own resource tracker.
-    """
-    found = {}
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            command = " ".join(process.cmdline())
-            if process.status() != psutil.STATUS_ZOMBIE and TRACKER not in command:
-                found[process.pid] = command[:200]
-    return found
-
-
-def alive(processes: dict[int, str]) -> dict[int, str]:
-    """Those of `processes` that still run, whoever their parent is by now."""
-    left = {}
-    for pid, command in processes.items():
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if psutil.Process(pid).status() != psutil.STATUS_ZOMBIE:
-                left[pid] = command
-    return left
-
-
-def outlast(before: dict[int, str]) -> dict[int, str]:
-    """Those of `before` that still run after a while."""
-    deadline = time.monotonic() + 20
-    while (left := alive(before)) and time.monotonic() < deadline:
-        time.sleep(0.5)
-    return left
 
 
 @pytest.fixture
@@ -88,6 +55,11 @@ def raise_in_first(llm) -> None:
     llm.collective_rpc(raise_at_next_step)
 
 
+@pytest.mark.works(
+    "a dead stage: an exception within seconds",
+    "several engines in one process, also after a death",
+    stages=[2],
+)
 @pytest.mark.parametrize(
     "break_it", [kill_first, kill_last_in_a_moment, raise_in_first]
 )
@@ -104,6 +76,10 @@ def test_generate_raises_and_nothing_stays(start, llm, break_it):
     assert not outlast(before)
 
 
+@pytest.mark.works(
+    "a killed engine: nothing is left",
+    stages=[2],
+)
 def test_a_killed_engine_takes_its_processes_along(llm):
     before = processes()
     children = psutil.Process().children()

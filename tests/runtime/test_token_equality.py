@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import worker_probes
 from conftest import shut_down
-from driver import Run, differing, run
+from driver import Run, abort_many, differing, run
 from features import EOS, FEATURES, answers, check_equal, feature_requests
 from models import make_adapter, make_model, make_requests
 from tolerances import CHI_SQUARE_SIGMAS
@@ -26,21 +26,22 @@ LAST_REQUEST = [5, 6, 7], SamplingParams(max_tokens=2, detokenize=False)
 
 class Setup(NamedTuple):
     family: str
-    num_stages: int
     exit_layer: int
     num_layers: int
     num_gpu_blocks: int  # small: requests get preempted
 
 
-SETUPS = [
-    Setup("llama", 2, 2, 4, 25),
-    Setup("qwen2", 3, 1, 5, 400),
-    Setup("qwen3", 4, 2, 6, 25),
-]
+SETUPS = {  # by the number of stages
+    2: Setup("llama", 2, 4, 25),
+    3: Setup("qwen2", 1, 5, 400),
+    4: Setup("qwen3", 2, 6, 25),
+}
+DRAWN = 2, 4  # stages
 
 
 class Pipeline(NamedTuple):
     llm: Any
+    num_stages: int
     setup: Setup
     requests: list
     expected: dict[int, list[int]]
@@ -50,14 +51,17 @@ class Pipeline(NamedTuple):
     records: list
 
 
-@pytest.fixture(
-    scope="module", params=SETUPS, ids=lambda s: f"{s.family}-{s.num_stages}"
-)
-def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
-    setup, tmp = request.param, tmp_path_factory.mktemp("models")
-    model = make_model(setup.family, tmp, setup.num_layers)
+@pytest.fixture(scope="module", params=SETUPS, ids="{}-stages".format)
+def num_stages(request) -> int:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def pipeline(num_stages, start, tmp_path_factory) -> Iterator[Pipeline]:
+    setup, tmp = SETUPS[num_stages], tmp_path_factory.mktemp("models")
+    model = make_model(setup.family, tmp, num_hidden_layers=setup.num_layers)
     options = dict(
-        pipeline_parallel_size=setup.num_stages,
+        pipeline_parallel_size=num_stages,
         max_num_seqs=MAX_NUM_SEQS,
         max_model_len=MAX_MODEL_LEN,
         skip_tokenizer_init=True,
@@ -71,7 +75,7 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     assert len(reference.logprobs[4]) == len(requests[4][0]), "prompt logprobs"
     assert len(reference.logprobs[0]) == len(expected[0]), "logprobs"
     features = answers(plain, feature_requests(MAX_MODEL_LEN))
-    plain_draws = draws(plain) if setup is SETUPS[0] else None
+    plain_draws = draws(plain) if num_stages in DRAWN else None
     shut_down(plain)
     assert len({t for output in expected.values() for t in output}) > 200, "too tame"
     llm = start(
@@ -84,9 +88,16 @@ def pipeline(request, start, tmp_path_factory) -> Iterator[Pipeline]:
     records = [(p, expected[i]) for i, (p, _) in enumerate(requests)]
     records.append((LAST_REQUEST[0], []))
     records += [(o.prompt_token_ids, o.outputs[0].token_ids) for o in features]
-    logprobs = reference.logprobs
     yield Pipeline(
-        llm, setup, requests, expected, logprobs, features, plain_draws, records
+        llm,
+        num_stages,
+        setup,
+        requests,
+        expected,
+        reference.logprobs,
+        features,
+        plain_draws,
+        records,
     )
     shut_down(llm)
 
@@ -119,10 +130,16 @@ CASES: list[tuple[float, dict, dict]] = [
 ]
 
 
+@pytest.mark.works(
+    "chunked prefill among decodes",
+    "preemption, repeatedly",
+    "aborts",
+    "row budgets and drop ratios",
+)
 @pytest.mark.parametrize("theta, rows, how", CASES)
 def test_tokens_equal_plain(pipeline, theta, rows, how):
     if rows is LEAST:
-        rows = dict(row_budget=-(-MAX_NUM_SEQS // pipeline.setup.num_stages))
+        rows = dict(row_budget=-(-MAX_NUM_SEQS // pipeline.num_stages))
     result = speculate(pipeline, theta, rows, **how)
     assert differing(result, pipeline.expected) == []
     for i in result.outputs.keys() - result.aborted:
@@ -141,6 +158,18 @@ def test_tokens_equal_plain(pipeline, theta, rows, how):
         assert most <= rows["row_budget"]
 
 
+@pytest.mark.works("500 aborts at any age: nothing is left")
+def test_aborts_at_any_age_leave_nothing(pipeline):
+    """500 requests, aborted as they wait, prefill, decode, or have been preempted."""
+    rpc = pipeline.llm.collective_rpc
+    rpc(worker_probes.stub_drafts, args=(pipeline.records, 0.6))
+    rpc(worker_probes.set_rows)
+    aborted = abort_many(pipeline.llm, pipeline.requests, count=500, max_age=20)
+    assert aborted > 400, "the others came to their end before"
+    # and what runs afterwards is right
+    assert differing(speculate(pipeline, 0.6), pipeline.expected) == []
+
+
 @pytest.fixture(scope="module")
 def speculative_features(pipeline) -> list:
     rpc = pipeline.llm.collective_rpc
@@ -149,6 +178,7 @@ def speculative_features(pipeline) -> list:
     return answers(pipeline.llm, feature_requests(MAX_MODEL_LEN))
 
 
+@pytest.mark.works
 @pytest.mark.parametrize("feature", FEATURES)
 def test_feature_equals_plain(pipeline, speculative_features, feature):
     number = list(FEATURES).index(feature)
@@ -188,9 +218,8 @@ def draws(llm: Any) -> list[Counter]:
     return [Counter(at_position) for at_position in tokens]
 
 
-@pytest.mark.parametrize(
-    "pipeline", SETUPS[:1], indirect=True, scope="module", ids=["llama-2"]
-)
+@pytest.mark.works("sampling without a seed: the distribution")
+@pytest.mark.parametrize("num_stages", DRAWN, indirect=True, scope="module")
 def test_unseeded_samples_follow_the_distribution_of_plain(pipeline):
     """Two-sample chi-square, with drafts that are always the same token."""
     rpc = pipeline.llm.collective_rpc

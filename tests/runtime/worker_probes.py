@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from tolerances import LOGPROBS
+from vllm.distributed.parallel_state import get_tp_group
 
+from spexis_kernels import draft_head
 from spexis_kernels.pool import Rows
-from spexis_runtime.exit_head import Drafts
+from spexis_runtime.exit_head import Drafts, ExitHead
 
 Records = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt, greedy output)
 
@@ -51,6 +54,39 @@ class StubDrafter:
         return (token + 1 + position % 7) % self.runner.vocab_size, self.random.uniform(
             0.0, 0.8
         )
+
+
+class CheckedExitHead:
+    """The exit head, whose drafts over the ranks' vocabulary shards are checked."""
+
+    def __init__(self, head: ExitHead):
+        self.head = head
+        shards = get_tp_group().all_gather(head.lm_head.weight.data, dim=0)
+        self.weight = shards[: head.adapter.vocab_size]
+        self.checked = 0
+
+    def propose(
+        self, logits_indices: torch.Tensor, rows: Rows, sampling: dict[str, Any]
+    ) -> Drafts:
+        drafts = self.head.propose(logits_indices, rows, sampling)
+        hidden_states = self.head.hidden_states[logits_indices]
+        whole = draft_head(hidden_states, self.weight, **sampling)
+        assert torch.equal(drafts.tokens, whole.token)
+        torch.testing.assert_close(drafts.confidence, whole.confidence, **LOGPROBS)
+        self.checked += len(drafts.tokens)
+        return drafts
+
+
+def check_drafts(worker: Any) -> None:
+    """From now on a draft of stage 0 that is not that of the whole vocabulary fails."""
+    runner = worker.model_runner
+    if runner.is_first_pp_rank:
+        runner.drafter = CheckedExitHead(runner.drafter)
+
+
+def checked_drafts(worker: Any) -> int:
+    runner = worker.model_runner
+    return runner.drafter.checked if runner.is_first_pp_rank else 0
 
 
 def stub_drafts(worker: Any, records: Records, theta: float, seed: int = 0) -> None:
@@ -117,13 +153,13 @@ def watch_waits(worker: Any) -> None:
     if not hasattr(runner, "longest_wait"):
         feed = runner.feed
 
-        def watched() -> Rows:
+        def watched() -> torch.Tensor:
             pool = runner.pool
-            rows = feed()
+            row_block = feed()
             normal = (pool.limit > 0) & (pool.head < pool.known_len)
             waits = runner.step - pool.last_fed[normal]
             runner.longest_wait = max([runner.longest_wait, *waits.tolist()])
-            return rows
+            return row_block
 
         runner.feed = watched
     runner.longest_wait = 0
