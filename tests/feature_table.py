@@ -1,11 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
 """docs/features.md, made from the markers `works` and `refuses` of the tests.
 
-    python tests/feature_table.py    writes it; tests/test_repository.py compares
+    python tests/feature_table.py            writes it
+    python tests/feature_table.py --check    says whether it is up to date
 
 A marker names features; without names it stands for the test's parameter `feature`.
 """
 
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
@@ -14,12 +16,12 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TABLE = ROOT / "docs" / "features.md"
-STATUS = {"works": "equal to plain vLLM", "refuses": "refused before start"}
+STATUS = {"works": "works", "refuses": "refused before start"}
 HEAD = """# Features of vLLM under speculation
 
-Made from the tests by `python tests/feature_table.py`. Tokens are compared in fp32 with
-plain vLLM on a machine without a GPU; what is refused is refused in one line that says
-what would work. N is the number of stages; empty: a test of the host alone.
+Made from the tests by `python tests/feature_table.py`. What works gives the tokens of
+plain vLLM, compared in fp32 on a machine without a GPU; what is refused is refused in
+one line. N is the number of stages; empty: a test of the host alone.
 `make fuzz` mixes what can be mixed, at random.
 
 | feature | with `exit_model` | N | test |
@@ -56,7 +58,7 @@ class Collector:
 def render() -> str:
     """The file's text, from a collection of all tests."""
     collector = Collector()
-    options = ["--collect-only", "-qq", "-p", "no:terminal", f"--rootdir={ROOT}"]
+    options = ["--collect-only", "-qq", f"--rootdir={ROOT}"]
     code = pytest.main([*options, str(ROOT / "tests")], plugins=[collector])
     if code != pytest.ExitCode.OK:
         raise SystemExit(f"the tests cannot be collected: {code!r}")
@@ -71,5 +73,9 @@ def render() -> str:
 
 if __name__ == "__main__":
     text = render()
-    TABLE.write_text(text)
-    print(f"wrote {TABLE}: {text.count('::')} tests named")
+    if sys.argv[1:] == ["--check"]:
+        if not TABLE.exists() or text != TABLE.read_text():
+            sys.exit(f"{TABLE} is not what the tests say: run python {__file__}")
+    else:
+        TABLE.write_text(text)
+        print(f"wrote {TABLE}: {len(text.splitlines()) - len(HEAD.splitlines())} rows")

@@ -60,7 +60,7 @@ def expected(start, model, requests) -> dict[int, list[int]]:
 
 @pytest.mark.works(
     "max_num_seqs=1",
-    "blocks of 32 and 64 tokens",
+    "blocks of 32 and 64 tokens (16 elsewhere)",
     "contexts of 32,768 tokens",
     stages=[2],
 )
