@@ -1,15 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 # make demo    answer chat prompts with speculation on and off
 # make test    every test that needs no GPU
+# make fuzz    random requests for MINUTES=10 over STAGES="2 4" each; SEED=... repeats one
 # make lint    ruff, mypy, typos and the rules of the repository
 # make clean   remove what these leave behind, but for .venv
 #
-# The first three set .venv up where it is missing or out of date, and need no network
+# All but the last set .venv up where it is missing or out of date, and need no network
 # afterwards. PYTHON=... chooses an interpreter, 3.11 or 3.12; otherwise one is found.
 
-.PHONY: demo test lint clean
+.PHONY: demo test fuzz lint clean
 
 PYTHON := python3 python3.12 python3.11
+# of make fuzz; a seed that was not given is a new one each time
+MINUTES := 10
+STAGES := 2 4
+SEED := $(shell date +%s)
 SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -21,6 +26,10 @@ demo: .venv/.installed
 
 test: .venv/.installed
 	.venv/bin/python -m pytest --numprocesses 2 --dist loadfile
+
+fuzz: .venv/.installed
+	FUZZ_MINUTES="$(MINUTES)" FUZZ_STAGES="$(STAGES)" FUZZ_SEED="$(SEED)" \
+	    .venv/bin/python -m pytest --capture=no tests/runtime/test_fuzz.py
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

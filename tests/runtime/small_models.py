@@ -14,13 +14,13 @@ from transformers import (
 )
 
 END = "<end>"
+VOCABULARY = [END, *sorted(pre_tokenizers.ByteLevel.alphabet())]  # by token id
 CHAT_TEMPLATE = "{% for m in messages %}{{ m['content'] }}{% endfor %}?"
 
 
 def save_small_model(path: Path, model_type: str = "llama", *, layers: int = 4) -> Path:
     """A model directory: float32, hidden size 32, 4 heads and 2 KV heads, tied."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    vocab = {token: index for index, token in enumerate([END, *alphabet])}
+    vocab = {token: index for index, token in enumerate(VOCABULARY)}
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -3,7 +3,7 @@
 
 import dataclasses
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +14,22 @@ from spexis_kernels import draft_head
 from spexis_kernels.pool import Rows
 from spexis_runtime.exit_head import Drafts, ExitHead
 
-Records = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt, greedy output)
+Records = Sequence[tuple[Sequence[int], Sequence[int]]]  # (prompt, its output)
 
 
 class StubDrafter:
     """Drafts from recorded outputs, right at a given rate, with a matching confidence.
 
+    Of several outputs of a prompt it takes one that has the row's token in its place.
     The exit head still runs, as a hook of the model; only its drafts are replaced.
     """
 
     def __init__(self, runner: Any, records: Records, theta: float, seed: int):
         self.runner = runner
-        self.texts = {tuple(p): [*p, *o] for p, o in records}
+        self.exit_head = exit_head(runner)
+        self.texts: dict[tuple[int, ...], list[list[int]]] = {}
+        for prompt, output in records:
+            self.texts.setdefault(tuple(prompt), []).append([*prompt, *output])
         self.theta = theta
         self.random = random.Random(seed)
 
@@ -33,9 +37,10 @@ class StubDrafter:
         self, logits_indices: torch.Tensor, rows: Rows, sampling: dict[str, Any]
     ) -> Drafts:
         drafted = [
-            self.draft(slot, position + 1) if slot >= 0 else (0, 0.0)
-            for slot, position in zip(
-                rows.slots.tolist(), rows.positions.tolist(), strict=True
+            self.draft(slot, position + 1, token) if slot >= 0 else (0, 0.0)
+            for slot, position, token in zip(
+                *(x.tolist() for x in (rows.slots, rows.positions, rows.tokens)),
+                strict=True,
             )
         ]
         tokens, confidence = zip(*drafted, strict=True)
@@ -44,10 +49,12 @@ class StubDrafter:
             torch.tensor(confidence, dtype=torch.float32),
         )
 
-    def draft(self, slot: int, position: int) -> tuple[int, float]:
+    def draft(self, slot: int, position: int, before: int) -> tuple[int, float]:
         states = self.runner.req_states
         prompt = states.all_token_ids.gpu[slot, : states.prompt_len.np[slot]]
-        text = self.texts[tuple(prompt.tolist())]
+        texts = self.texts[tuple(prompt.tolist())]
+        fitting = (t for t in texts if t[position - 1 : position] == [before])
+        text = next(fitting, texts[0])
         token = text[position] if position < len(text) else 5
         if self.random.random() < self.theta:
             return token, self.random.uniform(0.5, 1.0)
@@ -94,6 +101,39 @@ def stub_drafts(worker: Any, records: Records, theta: float, seed: int = 0) -> N
     runner = worker.model_runner
     if runner.is_first_pp_rank:
         runner.drafter = StubDrafter(runner, records, theta, seed)
+
+
+def exit_head(runner: Any) -> Any:
+    return getattr(runner.drafter, "exit_head", runner.drafter)
+
+
+def own_drafts(worker: Any) -> None:
+    """From now on stage 0 drafts with its exit head again."""
+    runner = worker.model_runner
+    if runner.is_first_pp_rank:
+        runner.drafter = exit_head(runner)
+
+
+def round_products_once(worker: Any) -> None:
+    """From now on products and softmax are those of float64, rounded to their dtype.
+
+    A sum of products in fp32 depends on the order of summation, and so on the shape of
+    the batch: two tokens whose logits nearly tie might change places. Not these.
+    """
+    linear, einsum = torch.nn.functional.linear, torch.einsum
+    softmax = torch.Tensor.softmax
+
+    def once(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def rounded(*args: Any, **kwargs: Any) -> torch.Tensor:
+            [dtype] = {a.dtype for a in args if isinstance(a, torch.Tensor)}
+            wide = [a.double() if isinstance(a, torch.Tensor) else a for a in args]
+            return function(*wide, **kwargs).to(dtype)
+
+        return rounded
+
+    torch.nn.functional.linear = once(linear)
+    torch.einsum = once(einsum)
+    torch.Tensor.softmax = once(softmax)
 
 
 def set_rows(worker: Any, row_budget: Any = "auto", drop_ratio: Any = None) -> None:
