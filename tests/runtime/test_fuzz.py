@@ -84,6 +84,11 @@ def pipeline(request, start, model, tmp_path_factory) -> Iterator[Pipeline]:
     shut_down(llm)
 
 
+@pytest.mark.works(
+    "`reset_prefix_cache` while requests run",
+    "most of these together, at random (`make fuzz`)",
+    stages=[2, 4],
+)
 @pytest.mark.timeout(60 * MINUTES + 400)
 def test_random_rounds_equal_plain(plain, pipeline):
     begin, met = time.monotonic(), Counter[str]()

@@ -87,7 +87,7 @@ def test_a_stage_a_node(llm):
 
 
 def test_drafts_over_vocabulary_shards_are_those_over_the_whole(llm):
-    """Comes first: the tests below put a stub in the exit head's place."""
+    """What each rank drafts, against logits of the whole vocabulary."""
     llm.collective_rpc(worker_probes.check_drafts)
     run(llm, make_requests())
     checked = llm.collective_rpc(worker_probes.checked_drafts)

@@ -67,7 +67,7 @@ class CheckedExitHead:
     """The exit head, whose drafts over the ranks' vocabulary shards are checked."""
 
     def __init__(self, head: ExitHead):
-        self.head = head
+        self.exit_head = head
         shards = get_tp_group().all_gather(head.lm_head.weight.data, dim=0)
         self.weight = shards[: head.adapter.vocab_size]
         self.checked = 0
@@ -75,8 +75,8 @@ class CheckedExitHead:
     def propose(
         self, logits_indices: torch.Tensor, rows: Rows, sampling: dict[str, Any]
     ) -> Drafts:
-        drafts = self.head.propose(logits_indices, rows, sampling)
-        hidden_states = self.head.hidden_states[logits_indices]
+        drafts = self.exit_head.propose(logits_indices, rows, sampling)
+        hidden_states = self.exit_head.hidden_states[logits_indices]
         whole = draft_head(hidden_states, self.weight, **sampling)
         assert torch.equal(drafts.tokens, whole.token)
         torch.testing.assert_close(drafts.confidence, whole.confidence, **LOGPROBS)
@@ -88,7 +88,7 @@ def check_drafts(worker: Any) -> None:
     """From now on a draft of stage 0 that is not that of the whole vocabulary fails."""
     runner = worker.model_runner
     if runner.is_first_pp_rank:
-        runner.drafter = CheckedExitHead(runner.drafter)
+        runner.drafter = CheckedExitHead(exit_head(runner))
 
 
 def checked_drafts(worker: Any) -> int:
