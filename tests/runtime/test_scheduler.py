@@ -158,6 +158,7 @@ def serve_random_requests(
     stopped = [o for o in engine.outputs.values() if o and o[-1] == STOP]
     return Counter(
         preemptions=engine.scheduler.num_preemptions - reset,
+        preempted_again=sum(r.num_preemptions > 1 for r in engine.requests.values()),
         reset=reset,
         aborted=len(aborted),
         stopped=len(stopped),
@@ -178,6 +179,7 @@ def test_random_schedules_are_lossless(num_stages: int, num_blocks: int) -> None
             1000 * num_stages + seed, num_stages, num_blocks
         )
     assert (happened["preemptions"] > 10) == (num_blocks == SMALL)
+    assert happened["preempted_again"] > 0 or num_blocks != SMALL
     for what in (
         "reset",
         "aborted",

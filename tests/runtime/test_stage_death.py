@@ -42,13 +42,17 @@ def llm(start, tmp_path_factory):
     )
 
 
-def kill_first(llm) -> None:
-    os.kill(llm.collective_rpc(stage_pid)[0], signal.SIGKILL)
-
-
-def kill_last_in_a_moment(llm) -> None:
-    pid = llm.collective_rpc(stage_pid)[-1]
+def kill_in_a_moment(llm, stage: int) -> None:
+    pid = llm.collective_rpc(stage_pid)[stage]
     threading.Timer(1.0, os.kill, (pid, signal.SIGKILL)).start()
+
+
+def kill_first(llm) -> None:
+    kill_in_a_moment(llm, 0)
+
+
+def kill_last(llm) -> None:
+    kill_in_a_moment(llm, -1)
 
 
 def raise_in_first(llm) -> None:
@@ -60,9 +64,7 @@ def raise_in_first(llm) -> None:
     "several engines in one process, also after a death",
     stages=[2],
 )
-@pytest.mark.parametrize(
-    "break_it", [kill_first, kill_last_in_a_moment, raise_in_first]
-)
+@pytest.mark.parametrize("break_it", [kill_first, kill_last, raise_in_first])
 def test_generate_raises_and_nothing_stays(start, llm, break_it):
     before = processes()
     assert any("ray::" in command for command in before.values())
