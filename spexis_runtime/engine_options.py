@@ -22,6 +22,7 @@ from spexis_runtime.no_gpu.environment import gpu_count
 
 DEFAULT_MAX_NUM_SEQS = 256
 DEFAULT_MEMORY_SHARE = 0.9  # of a GPU
+NO_GPU_KV_CACHE_BYTES = 1 << 30  # of a stage; vLLM would want 92 % of all memory
 SUPPORTED_ARCHITECTURES = (
     "LlamaForCausalLM",
     "Qwen2ForCausalLM",
@@ -78,6 +79,9 @@ def _settings(config: SpexisConfig, options: dict[str, Any]) -> dict[str, Any]:
 
         settings["distributed_executor_backend"] = SpexisRayExecutor
         settings["async_scheduling"] = True
+    sizes = ("kv_cache_memory_bytes", "gpu_memory_utilization")
+    if not gpu_count() and not any(options.get(name) for name in sizes):
+        settings["kv_cache_memory_bytes"] = NO_GPU_KV_CACHE_BYTES
     if config.stages_per_gpu > 1:
         share = DEFAULT_MEMORY_SHARE / config.stages_per_gpu
         settings["gpu_memory_utilization"] = options.get(

@@ -72,7 +72,7 @@ class SpexisRayExecutor(RayExecutorV2):
             super()._init_executor()
         finally:
             if own_process:
-                self.guard.watch_children()
+                self.guard.all_started()
         for response_mq in self.response_mqs:
             if response_mq._is_remote_reader:
                 patches.end_wait_on_shutdown(response_mq)

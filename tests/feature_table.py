@@ -63,8 +63,8 @@ def render() -> str:
     if code != pytest.ExitCode.OK:
         raise SystemExit(f"the tests cannot be collected: {code!r}")
     lines = []
-    # what works first, otherwise in the order of the tests
-    for tested in sorted(collector.tests, key=lambda tested: tested.status):
+    order = list(STATUS.values())  # what works first, else in the order of the tests
+    for tested in sorted(collector.tests, key=lambda t: order.index(t.status)):
         tests = ", ".join(f"`{test}`" for test in sorted(collector.tests[tested]))
         stages = ", ".join(map(str, sorted(collector.stages[tested])))
         lines.append(f"| {tested.feature} | {tested.status} | {stages} | {tests} |\n")

@@ -32,6 +32,7 @@ from spexis_runtime.adapter.config import (
     save_adapter,
 )
 from spexis_runtime.config import SpexisConfig, SpexisConfigError
+from spexis_runtime.engine_options import NO_GPU_KV_CACHE_BYTES
 from spexis_runtime.versions import UnsupportedVersionError
 
 PARTITION = "VLLM_PP_LAYER_PARTITION"
@@ -326,6 +327,8 @@ def test_async_engine_args_check_what_llm_checks(root: Path) -> None:
     spexis_config = SpexisConfig.from_additional_config(config.additional_config)
     assert spexis_config == SpexisConfig(exit_model=adapter, row_budget=6)
     assert config.scheduler_config.max_num_seqs == 8
+    # without a GPU a start must not need most of the machine's memory
+    assert config.cache_config.kv_cache_memory_bytes == NO_GPU_KV_CACHE_BYTES
 
 
 @pytest.mark.parametrize("exit_model", ["adapter", None])

@@ -55,17 +55,22 @@ def test_generate_and_generate_again(script):
     assert script.wait(timeout=60) == 0
 
 
+def kill(script: subprocess.Popen) -> None:
+    script.kill()
+
+
 @pytest.mark.works(
-    "Ctrl-C while the engine starts",
+    "Ctrl-C, or SIGKILL, while the engine starts",
     stages=[2],
 )
-def test_start(script):
+@pytest.mark.parametrize("end", [interrupt, kill])
+def test_start(script, end):
     """The script ends, and all that it has started so far."""
     deadline = time.monotonic() + 60
     while not any("ray::" in command for command in processes(script.pid).values()):
         assert time.monotonic() < deadline, "no stage was started"
         time.sleep(0.1)
     started = processes(script.pid)
-    interrupt(script)
+    end(script)
     assert script.wait(timeout=30) != 0
     assert not outlast(started)
