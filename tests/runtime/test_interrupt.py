@@ -50,9 +50,9 @@ def test_generate_and_generate_again(script):
     interrupt(script)
     begin = time.monotonic()
     assert said() == "interrupted"
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
     assert said() == first
-    assert script.wait(timeout=60) == 0
+    assert script.wait(timeout=120) == 0
 
 
 def kill(script: subprocess.Popen) -> None:
@@ -66,11 +66,11 @@ def kill(script: subprocess.Popen) -> None:
 @pytest.mark.parametrize("end", [interrupt, kill])
 def test_start(script, end):
     """The script ends, and all that it has started so far."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 180
     while not any("ray::" in command for command in processes(script.pid).values()):
         assert time.monotonic() < deadline, "no stage was started"
         time.sleep(0.1)
     started = processes(script.pid)
     end(script)
-    assert script.wait(timeout=30) != 0
+    assert script.wait(timeout=60) != 0
     assert not outlast(started)
