@@ -8,6 +8,7 @@ they seem to be on different hosts, so each gets a host name of its own and sock
 import os
 import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,15 +36,15 @@ def _mps_runs() -> bool:
     return (Path(directory) / "control").exists()
 
 
-def start_mps(directory: Path) -> None:
-    """Start MPS for this process's children, in `directory`, unless it runs.
+def start_mps() -> None:
+    """Start MPS for this process's children, unless it runs.
 
     It ends with the processes that the engine's guard ends.
     """
     if _mps_runs():
         return
-    os.environ[PIPE_DIRECTORY] = str(directory)
-    os.environ["CUDA_MPS_LOG_DIRECTORY"] = str(directory)
+    directory = tempfile.mkdtemp(prefix="spexis-mps-")
+    os.environ[PIPE_DIRECTORY] = os.environ["CUDA_MPS_LOG_DIRECTORY"] = directory
     subprocess.Popen([MPS_CONTROL, "-f"], stdout=subprocess.DEVNULL)
 
 

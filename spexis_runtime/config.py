@@ -48,7 +48,6 @@ class SpexisConfig:
             raise SpexisConfigError(
                 f"{given} needs exit_model: without drafts there is nothing to drop"
             )
-
         stages = self.stages_per_gpu
         if type(stages) is not int or stages < 1:
             raise SpexisConfigError(

@@ -7,9 +7,7 @@ import multiprocessing
 import multiprocessing.connection
 import os
 import signal
-import tempfile
 import threading
-from pathlib import Path
 from typing import Any
 
 from vllm.platforms import current_platform
@@ -106,7 +104,7 @@ class SpexisRayExecutor(RayExecutorV2):
         """To Ray, each stage has a GPU of its own."""
         from spexis_runtime.colocated import ColocatedRayWorkerProc, start_mps
 
-        start_mps(Path(tempfile.mkdtemp(prefix="spexis-mps-")))
+        start_mps()
         patches.ray_worker_class(ColocatedRayWorkerProc)
         ray.init(
             address="local",

@@ -45,6 +45,7 @@ class RowCounts(NamedTuple):
         """
         valid = np.array(tokens_of_row, dtype=np.int32)[: len(rows.slots)]
         drafts = rows.kinds == DRAFT
+        # padding rows look at the last slot and are of no kind that counts
         right_so_far = rows.positions == known_len[rows.slots] - valid - 1
         return RowCounts(
             normal_rows=int((rows.kinds == NORMAL).sum()),
