@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The demo: chat prompts answered over two stages, with speculation and without.
 
-    python -m spexis_runtime.demo
+    spexis demo
 
 Prints the answers and what speculation changed, and writes `demo_report.json`.
 """
@@ -160,7 +160,7 @@ def show(
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m spexis_runtime.demo",
+        prog="spexis demo",
         description="Answer chat prompts over two stages, with speculation and not.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

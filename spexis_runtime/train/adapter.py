@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Train an exit adapter on the target model's own text.
 
-    python -m spexis_runtime.train.adapter --model DIR --exit-layer 15
+    spexis train adapter --model DIR --exit-layer 15
         --prompts FILE --out DIR [--evaluate FILE ...]
 
 The target answers the prompts, once greedily and `--samples` times at temperature 0.8;
@@ -256,7 +256,7 @@ def _last_epoch_mean(history: list[Step], name: str) -> float:
 
 def _command(args: argparse.Namespace) -> str:
     """The command without its folders, so that it reads the same everywhere."""
-    words = ["python -m spexis_runtime.train.adapter"]
+    words = ["spexis train adapter"]
     for name, value in vars(args).items():
         values = value if isinstance(value, list) else [value]
         shown = [Path(v).name if isinstance(v, str | Path) else str(v) for v in values]
@@ -291,7 +291,7 @@ def _positive(text: str) -> float:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m spexis_runtime.train.adapter",
+        prog="spexis train adapter",
         description="Train an exit adapter on the target model's own text.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How often an adapter's first choice is the token that the target generates.
 
-    python -m spexis_runtime.train.evaluate --model DIR --adapter DIR
+    spexis eval adapter --model DIR --adapter DIR
         --prompts FILE|demo [--limit 64] [--max-new-tokens 128] [--out FILE]
 
 The target answers each prompt greedily; the adapter drafts each token of the answer,
@@ -106,7 +106,7 @@ def write_text(path: Path, text: str) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
-        prog="python -m spexis_runtime.train.evaluate",
+        prog="spexis eval adapter",
         description="Measure an exit adapter against its model's greedy text.",
     )
     parser.add_argument("--model", required=True, help="Hugging Face directory")

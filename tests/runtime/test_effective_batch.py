@@ -80,9 +80,10 @@ def test_verified_tokens_per_step(engine, theta):
     assert per_step == pytest.approx(predicted, rel=0.05)
 
 
-@pytest.mark.parametrize("row_budget", [4, 5])
+@pytest.mark.parametrize("row_budget", [2, 3])
 def test_small_budgets_starve_nobody(engine, row_budget):
-    # after the prefill all drafts are wrong, so more rows are normal than the budget
+    # all drafts are wrong, and fewer rows are in flight than there are requests
+    assert NUM_STAGES * row_budget < NUM_SEQS
     speculate(engine, 0.0, row_budget=row_budget)
     waited = max(engine.llm.collective_rpc(worker_probes.longest_wait))
     # N steps until the result of its last row, then at most all others before it

@@ -114,6 +114,7 @@ def test_tokens_equal_plain(llm, expected, theta):
 
 def test_a_dead_stage_of_another_node_is_noticed(llm):
     """vLLM alone would wait for its answer for ever."""
+    llm.collective_rpc(worker_probes.own_drafts)
     pid = llm.collective_rpc(os_pid)[-1]
     threading.Timer(0.5, os.kill, (pid, signal.SIGKILL)).start()
     begin = time.monotonic()

@@ -1,0 +1,58 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The `spexis` command: `spexis WORDS ARGUMENTS` runs `main(ARGUMENTS)` of a module."""
+
+import importlib
+import sys
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from spexis_runtime import __version__
+
+
+class Command(NamedTuple):
+    module: str  # imported only when its command runs
+    help: str
+
+
+COMMANDS = {
+    "demo": Command("demo", "answer prompts with speculation and without"),
+    "train adapter": Command("train.adapter", "train an exit adapter for a model"),
+    "eval adapter": Command("train.evaluate", "measure an exit adapter"),
+}
+
+
+def usage() -> str:
+    width = max(map(len, COMMANDS)) + 2
+    lines = [f"  {words:<{width}}{c.help}" for words, c in COMMANDS.items()]
+    return "\n".join(
+        [
+            f"Spexis {__version__}: speculative parallelism for vLLM",
+            "",
+            "usage: spexis COMMAND [arguments]; spexis COMMAND --help says which",
+            "",
+            *lines,
+        ]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> int | None:
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv in ([], ["-h"], ["--help"]):
+        print(usage())
+        return 0 if argv else 2
+    if argv == ["--version"]:
+        print(__version__)
+        return 0
+    for words, command in COMMANDS.items():
+        length = len(words.split())
+        if argv[:length] == words.split():
+            module = importlib.import_module(f"spexis_runtime.{command.module}")
+            return module.main(argv[length:])
+    print(usage(), file=sys.stderr)
+    shown = " ".join(word for word in argv[:2] if not word.startswith("-"))
+    print(f"\nerror: no such command: {shown or argv[0]}", file=sys.stderr)
+    return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main())
