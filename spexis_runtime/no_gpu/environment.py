@@ -12,6 +12,8 @@ NO_GPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "1",
     "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
     "OMP_NUM_THREADS": "1",  # the stages share the cores
+    # no compilers at every stage's start, for kernels that need CUDA (humming-kernels)
+    "HUMMING_DISABLE_PARALLEL_BUILD": "1",
 }
 ALWAYS = {
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # the runner that speculation is built on
