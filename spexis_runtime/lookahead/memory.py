@@ -66,7 +66,7 @@ def completion(theta: float, num_stages: int, iterations: int = HORIZON) -> np.n
     for n in range(1, size):
         at_most = long_gaps.cumsum()
         for r in range(1, num_stages + 1):
-            left = np.arange(size) - r - (n - 1)
+            left: np.ndarray = np.arange(size) - r - (n - 1)
             fits = left >= 0
             # with one stage a long gap is no longer than a short one
             most = left[fits] // (num_stages - 1) if num_stages > 1 else iterations
