@@ -89,16 +89,22 @@ class SpexisConfig:
                 f"{self.row_budget}: fewer rows than plain pipeline parallelism runs"
             )
 
+    @property
+    def chooses_rows(self) -> bool:
+        """Whether the scheduler chooses the decode rows of each step."""
+        return self.row_budget == "auto" and self.drop_ratio is None
+
     def num_rows(self, num_decodes: int, pipeline_parallel_size: int) -> int:
         """Decode rows of a step with `num_decodes` requests that could be fed.
 
         With alpha = drop_ratio: ceil(B / (1 + alpha (N - 1))), the limit of the paper's
-        equation (3). With neither setting all are fed.
+        equation (3). Not to be asked where `chooses_rows`.
         """
         if self.row_budget != "auto":
-            return min(self.row_budget, num_decodes)
-        alpha = self.drop_ratio or 0.0
-        return math.ceil(num_decodes / (1 + alpha * (pipeline_parallel_size - 1)))
+            return self.row_budget
+        assert self.drop_ratio is not None
+        stages = pipeline_parallel_size
+        return math.ceil(num_decodes / (1 + self.drop_ratio * (stages - 1)))
 
 
 def check_log_dir(log_dir: str | os.PathLike[str]) -> None:

@@ -32,14 +32,12 @@ class DraftSampling:
         )
         self.seed[index] = async_copy_to_gpu(seed, device=self.seed.device)
 
-    def of_rows(self, rows: Rows, candidates: np.ndarray) -> dict[str, torch.Tensor]:
-        """The arguments of `draft_head` for a step's rows; none if all are greedy.
+    def any_sampled(self, candidates: np.ndarray) -> bool:
+        """Whether any of the slots `candidates` samples; if not, all are greedy."""
+        return bool(self.temperature_np[candidates].any())
 
-        Args:
-            candidates: slots among which the rows were chosen.
-        """
-        if not self.temperature_np[candidates].any():
-            return {}
+    def of_rows(self, rows: Rows) -> dict[str, torch.Tensor]:
+        """The arguments of `draft_head` for a step's rows."""
         slots = rows.slots.long()  # padding rows take any slot's
         return dict(
             temperature=self.temperature[slots],

@@ -6,15 +6,18 @@ Rows travel beside the hidden states. The last stage samples and verifies them.
 """
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from vllm.config import VllmConfig
+from vllm.config.compilation import CUDAGraphMode
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.sequence import IntermediateTensors
 from vllm.utils.torch_utils import set_default_torch_dtype
 from vllm.v1.core.sched.output import GrammarOutput, SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.worker.gpu.async_utils import AsyncOutput
 from vllm.v1.worker.gpu.buffer_utils import async_copy_to_gpu
@@ -24,12 +27,14 @@ from vllm.v1.worker.gpu.model_runner import GPUModelRunner
 from vllm.v1.worker.gpu.sample.output import SamplerOutput
 
 from spexis_kernels import absorb, select_rows, store_drafts, verify
-from spexis_kernels.constants import INVALID_TOKEN, PAD_SLOT_ID
+from spexis_kernels.constants import INVALID_TOKEN
 from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime.config import SpexisConfig
 from spexis_runtime.draft_sampling import DraftSampling
 from spexis_runtime.exit_head import ExitHead
+from spexis_runtime.host_embedding import move_to_host
 from spexis_runtime.results import ResultHandler, SpexisOutput
+from spexis_runtime.step_graphs import StepGraphs
 from spexis_runtime.step_inputs import StepInputs, StepInputsBuilder
 from spexis_runtime.step_plan import StepPlan, plan_step
 from spexis_runtime.structured_outputs import AnonymousRowsGrammar
@@ -48,17 +53,21 @@ class SpexisModelRunner(GPUModelRunner):
         self.results = ResultHandler(vars(self)["pp_handler"])
         self.pp_handler = self.results
         self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, device)
-        self.inputs_builder = StepInputsBuilder(
-            self.pool, self.input_buffers, self.req_states
-        )
+        self.graphs = StepGraphs()
+        # the number of rows that vLLM's graph for so many has; as many without one
+        self.graph_sizes = list(range(self.max_num_reqs + 1))
         self.draft_sampling = DraftSampling(self.max_num_reqs, device)
         # of k decode rows and p chunks, the last k + p of the first max_num_reqs + p
         self.rejected = torch.zeros(2 * self.max_num_reqs, dtype=torch.int32).to(device)
         self.rejected[: self.max_num_reqs] = 1
-        self.step = 0
+        # fed steps that stage 0 has begun, [1] int32; and the rows of those without
+        # prefill chunks, whose graphs read and write them here
+        self.step = torch.zeros(1, dtype=torch.int32, device=device)
+        self.static_rows = torch.zeros(
+            len(Rows._fields) * self.max_num_reqs, dtype=torch.int32, device=device
+        )
         self.plan: StepPlan
         self.inputs: StepInputs
-        self.decode_rows: Rows
         self.received_tensors: IntermediateTensors | None = None
         self.has_rows = False  # in this step
         self.row_block: torch.Tensor  # the decode rows as one tensor, [5, k] int32
@@ -71,6 +80,9 @@ class SpexisModelRunner(GPUModelRunner):
             with set_default_torch_dtype(self.dtype), self.device:
                 self.drafter = ExitHead(self.vllm_config, self.model, exit_model)
             self.model.register_forward_hook(self.drafter.after_model, with_kwargs=True)
+            embedding = self.model.model.embed_tokens
+            if self.device.type == "cuda" and self.drafter.lm_head is not embedding:
+                self.host_embedding = move_to_host(embedding)
         if self.is_last_pp_rank:
             self.structured_outputs_worker = AnonymousRowsGrammar(
                 lambda: self.inputs.rows.slots,
@@ -78,6 +90,55 @@ class SpexisModelRunner(GPUModelRunner):
                 self.max_num_reqs,
                 self.device,
             )
+
+    def initialize_kv_cache(self, kv_cache_config: KVCacheConfig) -> None:
+        super().initialize_kv_cache(kv_cache_config)
+        self.inputs_builder = StepInputsBuilder(
+            self.pool, self.input_buffers, self.req_states, self.block_tables
+        )
+
+    # ---- CUDA graphs --------------------------------------------------------------
+    @torch.inference_mode()
+    def capture_model(self) -> int:
+        num_bytes = super().capture_model()
+        manager = self.cudagraph_manager
+        for n in range(1, self.max_num_reqs + 1):
+            desc = manager.dispatch(n, n, uniform_token_count=1, num_active_loras=0)
+            if desc.cg_mode == CUDAGraphMode.FULL:
+                self.graph_sizes[n] = desc.num_reqs
+        self.graphs.capture(
+            {
+                ("inputs", k): partial(self.fill_decode_step, k)
+                for k in self.captured_sizes()
+            },
+            self.device,
+        )
+        self.capture_drafts()
+        return num_bytes
+
+    def captured_sizes(self) -> list[int]:
+        """Rows of the model's graphs for decode steps, the most first."""
+        manager = self.cudagraph_manager
+        descs = [] if manager is None else list(manager.graphs)
+        sizes = {d.num_reqs for d in descs if d.uniform_token_count == 1}
+        return sorted(sizes, reverse=True)
+
+    def capture_drafts(self) -> None:
+        """To be called again where another drafter takes the place of the first."""
+        if not self.is_first_pp_rank:
+            return
+        self.graphs.capture(
+            {
+                ("draft", k, sampled): partial(self.draft_decode_step, k, sampled)
+                for k in self.captured_sizes()
+                for sampled in (False, True)
+            },
+            self.device,
+        )
+
+    def rows_of_decode_step(self, k: int) -> torch.Tensor:
+        """The rows of a step without chunks, [5, k]: always in the same place."""
+        return self.static_rows[: len(Rows._fields) * k].view(-1, k)
 
     # ---- a step -------------------------------------------------------------------
     @torch.inference_mode()
@@ -92,10 +153,13 @@ class SpexisModelRunner(GPUModelRunner):
             return super().execute_model(
                 scheduler_output, intermediate_tensors, dummy_run=True, **kwargs
             )
-        self.step += 1
         self.has_rows = False
         self.plan = plan_step(
-            scheduler_output, self.req_states, self.spexis_config, self.num_stages
+            scheduler_output,
+            self.req_states,
+            self.spexis_config,
+            self.num_stages,
+            self.graph_sizes.__getitem__,
         )
         self.received_tensors = intermediate_tensors
         output = super().execute_model(
@@ -155,27 +219,20 @@ class SpexisModelRunner(GPUModelRunner):
         self, scheduler_output: SchedulerOutput, batch_desc: BatchExecutionDescriptor
     ) -> InputBatch:
         self.has_rows = True
-        self.row_block = self.feed() if self.is_first_pp_rank else self.receive_rows()
-        self.decode_rows = Rows(*self.row_block.unbind())
-        self.inputs = self.inputs_builder.build(self.plan, self.decode_rows, batch_desc)
         if self.is_first_pp_rank:
-            slots = self.inputs.prefill_slots.long()
-            ends = np.array(list(self.plan.prefill_ends.values()), dtype=np.int32)
-            self.pool.head[slots] = async_copy_to_gpu(ends, device=self.device)
-            self.pool.last_fed[slots] = self.step
-            self.results.rows = self.inputs.rows
+            self.upload_limits()
+        else:
+            self.row_block = self.receive_rows()
+        prepare = self.mixed_step if self.plan.prefill_ends else self.decode_step
+        self.inputs = prepare(batch_desc)
         return self.inputs.batch
 
-    def feed(self) -> torch.Tensor:
-        """Stage 0: choose the decode rows, [5, k], and advance their requests."""
+    def upload_limits(self) -> None:
+        """Stage 0: how far each request may be fed."""
         limit: np.ndarray = np.zeros(self.max_num_reqs, dtype=np.int32)
         for req_id, positions in self.plan.decode_limits.items():
             limit[self.req_states.req_id_to_index[req_id]] = positions
         async_copy_to_gpu(limit, out=self.pool.limit)
-        k = self.plan.num_decode_rows
-        block = torch.empty(len(Rows._fields), k, dtype=torch.int32, device=self.device)
-        select_rows(self.pool, num_rows=k, step=self.step, out=Rows(*block.unbind()))
-        return block
 
     def receive_rows(self) -> torch.Tensor:
         assert self.received_tensors is not None
@@ -184,13 +241,82 @@ class SpexisModelRunner(GPUModelRunner):
             block = torch.empty(len(Rows._fields), 0, dtype=torch.int32)
         return block.to(self.device)
 
+    def feed(self, row_block: torch.Tensor) -> None:
+        """Stage 0: choose the decode rows, [5, k], and advance their requests."""
+        self.step.add_(1)
+        rows = Rows(*row_block.unbind())
+        select_rows(self.pool, num_rows=row_block.shape[1], step=self.step, out=rows)
+
+    def decode_step(self, batch_desc: BatchExecutionDescriptor) -> StepInputs:
+        """A step without prefill chunks."""
+        k = self.plan.num_decode_rows
+        row_block = self.rows_of_decode_step(k)
+        if not self.is_first_pp_rank:
+            row_block.copy_(self.row_block)
+        self.graphs.run(("inputs", k), partial(self.fill_decode_step, k))
+        if self.is_first_pp_rank:  # what is sent, and absorbed N steps later, must stay
+            self.row_block = row_block.clone()
+            self.results.rows = Rows(*self.row_block.unbind())
+        builder = self.inputs_builder
+        return builder.describe(
+            self.plan,
+            batch_desc,
+            Rows(*row_block.unbind()),
+            idx_mapping=builder.idx_mapping[:k],
+            logits_indices=builder.row_numbers[:k],
+            prefill_slots=builder.zeros[:0],
+        )
+
+    def fill_decode_step(self, k: int) -> None:
+        """The device's part of `decode_step`."""
+        row_block = self.rows_of_decode_step(k)
+        if self.is_first_pp_rank:
+            self.feed(row_block)
+        self.inputs_builder.fill_decode_step(Rows(*row_block.unbind()))
+
+    def mixed_step(self, batch_desc: BatchExecutionDescriptor) -> StepInputs:
+        """A step with prefill chunks."""
+        if self.is_first_pp_rank:
+            shape = len(Rows._fields), self.plan.num_decode_rows
+            self.row_block = torch.empty(shape, dtype=torch.int32, device=self.device)
+            self.feed(self.row_block)
+        rows, logits_indices, prefill_slots = self.inputs_builder.fill_mixed_step(
+            self.plan, Rows(*self.row_block.unbind())
+        )
+        if self.is_first_pp_rank:
+            slots = prefill_slots.long()
+            ends = np.array(list(self.plan.prefill_ends.values()), dtype=np.int32)
+            self.pool.head[slots] = async_copy_to_gpu(ends, device=self.device)
+            self.pool.last_fed[slots] = self.step
+            self.results.rows = rows
+        return self.inputs_builder.describe(
+            self.plan,
+            batch_desc,
+            rows,
+            idx_mapping=rows.slots.clamp(min=0),
+            logits_indices=logits_indices,
+            prefill_slots=prefill_slots,
+        )
+
     def prepare_attn(
         self, input_batch: InputBatch
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        block_tables, slot_mappings = super().prepare_attn(input_batch)
-        padding = self.decode_rows.slots == PAD_SLOT_ID
-        slot_mappings[:, : len(padding)].masked_fill_(padding, PAD_SLOT_ID)
-        return block_tables, slot_mappings
+        builder, num_tokens = self.inputs_builder, input_batch.num_tokens_after_padding
+        num_reqs = input_batch.num_reqs_after_padding
+        if not self.plan.prefill_ends:  # `fill_decode_step` has filled them
+            return (
+                self.block_tables.get_dummy_block_tables(num_reqs),
+                self.block_tables.slot_mappings[:, :num_tokens],
+            )
+        return (
+            self.block_tables.gather_block_tables(input_batch.idx_mapping, num_reqs),
+            builder.fill_slot_mappings(
+                Rows(*self.row_block.unbind()),
+                input_batch.idx_mapping,
+                input_batch.query_start_loc,
+                num_tokens,
+            ),
+        )
 
     def row_candidates(self) -> np.ndarray:
         """Slots that may sit in the step's rows, as far as the host knows."""
@@ -199,9 +325,26 @@ class SpexisModelRunner(GPUModelRunner):
 
     def draft(self) -> None:
         """Stage 0, once its output is on its way: draft the token after each row."""
-        rows = self.inputs.rows
-        sampling = self.draft_sampling.of_rows(rows, self.row_candidates())
-        drafts = self.drafter.propose(self.inputs.batch.logits_indices, rows, sampling)
+        sampled = self.draft_sampling.any_sampled(self.row_candidates())
+        if self.plan.prefill_ends:
+            self.draft_after(
+                self.inputs.rows, self.inputs.batch.logits_indices, sampled
+            )
+        else:
+            k = self.plan.num_decode_rows
+            self.graphs.run(
+                ("draft", k, sampled), partial(self.draft_decode_step, k, sampled)
+            )
+
+    def draft_decode_step(self, k: int, sampled: bool) -> None:
+        rows = Rows(*self.rows_of_decode_step(k).unbind())
+        self.draft_after(rows, self.inputs_builder.row_numbers[:k], sampled)
+
+    def draft_after(
+        self, rows: Rows, logits_indices: torch.Tensor, sampled: bool
+    ) -> None:
+        sampling = self.draft_sampling.of_rows(rows) if sampled else {}
+        drafts = self.drafter.propose(logits_indices, rows, sampling)
         store_drafts(self.pool, rows, drafts.tokens, drafts.confidence)
 
     # ---- last stage ---------------------------------------------------------------

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Host side of the protocol (design section 4): vLLM's async scheduler, every step.
 
-A running request is eligible at every step, not at every N-th. Each step that feeds it
-adds a placeholder; a step that yielded nothing for it gives the placeholder back, so
+A running request is eligible at every step, not at every N-th as in plain pipeline
+parallelism, unless `row_budget.py` prefers that for now. Each step that feeds it adds a
+placeholder; a step that yielded nothing for it gives the placeholder back, so
 
     num_tokens + num_output_placeholders - num_computed_tokens == 1
 
@@ -10,6 +11,7 @@ holds for every decoding request between two calls, which keeps vLLM's own arith
 right and makes lookahead blocks unnecessary.
 """
 
+import math
 import random
 import sys
 from collections import deque
@@ -23,6 +25,8 @@ from vllm.v1.request import Request
 from spexis_runtime import patches
 from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.iteration_log import IterationLog, RowCounts
+from spexis_runtime.row_budget import RowBudget
+from spexis_runtime.step_plan import SpexisSchedulerOutput
 
 NEVER = sys.maxsize  # a step
 
@@ -113,6 +117,9 @@ class SpexisScheduler(LoggedScheduler):
         patches.allocate_without_caching(self.kv_cache_manager)
         self.steps_in_flight: deque[FedStep] = deque()
         self.seeds = random.Random(self.vllm_config.model_config.seed)
+        self.num_stages = self.parallel_config.pipeline_parallel_size
+        self.row_budget = RowBudget()
+        self.drafting = True  # in the step being scheduled
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
@@ -122,6 +129,26 @@ class SpexisScheduler(LoggedScheduler):
             request.sampling_params.seed = self.seeds.getrandbits(63)
         super().add_request(request)
 
+    def schedule(self, *args: Any, **kwargs: Any) -> SpexisSchedulerOutput:
+        decodes = [r for r in self.running if not r.is_prefill_chunk]
+        choice = self.row_budget.choose(len(decodes))
+        self.drafting = choice.drafting
+        if not choice.drafting:
+            self._hold_back(decodes)
+        output = super().schedule(*args, **kwargs)
+        return SpexisSchedulerOutput.of(output, choice)
+
+    def _hold_back(self, decodes: list[Request]) -> None:
+        """Plain pipeline parallelism: 1/N of the requests a step, longest idle first.
+
+        vLLM alone keeps requests together that were prefilled in one step.
+        """
+        step = self.current_step + 1  # that `schedule` begins
+        due = [r for r in decodes if r.next_decode_eligible_step <= step]
+        due.sort(key=lambda request: request.next_decode_eligible_step)
+        for request in due[math.ceil(len(decodes) / self.num_stages) :]:
+            request.next_decode_eligible_step = step + 1
+
     def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
         scheduled = {i: self.requests[i] for i in scheduler_output.num_scheduled_tokens}
         before = {i: r.num_output_placeholders for i, r in scheduled.items()}
@@ -130,8 +157,11 @@ class SpexisScheduler(LoggedScheduler):
         for req_id, request in scheduled.items():
             # one row in flight for a request with a grammar: its mask is made on the
             # host, for the state after all tokens before
-            waits = request.use_structured_output and request.num_output_placeholders
-            request.next_decode_eligible_step = NEVER if waits else 0
+            if request.use_structured_output and request.num_output_placeholders:
+                request.next_decode_eligible_step = NEVER
+            elif self.drafting:
+                request.next_decode_eligible_step = 0
+            # else vLLM's own rule: N steps later
             if req_id in prefilling:  # KV of known tokens: sound from the next step on
                 self.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)
         self.steps_in_flight.append(
@@ -169,7 +199,8 @@ class SpexisScheduler(LoggedScheduler):
                 model_runner_output.sampled_token_ids[row] = []
                 model_runner_output.prompt_logprobs_dict.pop(request_id, None)
             elif request_id in step.placeholders:
-                request.next_decode_eligible_step = 0
+                if request.next_decode_eligible_step == NEVER:
+                    request.next_decode_eligible_step = 0
                 if not model_runner_output.sampled_token_ids[row]:
                     request.num_computed_tokens -= 1
                     request.num_output_placeholders -= 1

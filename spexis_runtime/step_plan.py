@@ -9,33 +9,56 @@ are k anonymous rows of one token, before the prefill chunks:
 """
 
 import copy
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import NamedTuple
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.worker.gpu.states import RequestState
 
 from spexis_runtime.config import SpexisConfig
+from spexis_runtime.row_budget import RowChoice
+
+
+@dataclass
+class SpexisSchedulerOutput(SchedulerOutput):
+    """vLLM's, with what the scheduler chose for `row_budget="auto"`."""
+
+    row_choice: RowChoice = RowChoice(0, drafting=False)
+
+    @classmethod
+    def of(
+        cls, output: SchedulerOutput, row_choice: RowChoice
+    ) -> "SpexisSchedulerOutput":
+        values = {f.name: getattr(output, f.name) for f in fields(SchedulerOutput)}
+        return cls(**values, row_choice=row_choice)
 
 
 class StepPlan(NamedTuple):
     """Equal on all stages, as all derive it from the same scheduler output."""
 
-    num_decode_rows: int  # k
+    num_decode_rows: int  # k; some stay empty where a CUDA graph is larger
+    drafting: bool  # whether the exit head drafts after this step
     decode_limits: dict[str, int]  # request that could be fed -> positions it may use
     prefill_ends: dict[str, int]  # request -> end of its chunk, in row order
     scheduler_output: SchedulerOutput  # vLLM's, with anonymous decode rows
 
 
 def plan_step(
-    scheduler_output: SchedulerOutput,
+    scheduler_output: SpexisSchedulerOutput,
     req_states: RequestState,
     config: SpexisConfig,
     pipeline_parallel_size: int,
+    graph_size: Callable[[int], int] = lambda num_rows: num_rows,
 ) -> StepPlan:
     """Split the scheduled requests into decode rows and prefill chunks.
 
     A request decodes once its computed tokens reach `prefill_len`. Call it before the
     runner takes in the step's new requests: they all prefill.
+
+    Args:
+        graph_size: rows of the CUDA graph that so many decode rows would run in. A step
+            without chunks has as many: the model runs them anyway.
     """
     scheduled = scheduler_output.num_scheduled_tokens
     cached = scheduler_output.scheduled_cached_reqs
@@ -54,7 +77,15 @@ def plan_step(
             computed[req_id] = num_computed
     # short chunks first, as vLLM orders a batch
     chunks = sorted(computed, key=lambda req_id: scheduled[req_id])
-    k = config.num_rows(len(decode_limits), pipeline_parallel_size)
+    if config.chooses_rows:
+        k, drafting = scheduler_output.row_choice
+    else:
+        k = config.num_rows(len(decode_limits), pipeline_parallel_size)
+        # normal rows alone fill a smaller budget
+        drafting = k * pipeline_parallel_size > len(decode_limits) or bool(chunks)
+    k = min(k, len(decode_limits))
+    if not chunks:
+        k = graph_size(k)
 
     rows = {f"decode row {i}": 1 for i in range(k)}
     rows |= {req_id: scheduled[req_id] for req_id in chunks}
@@ -63,6 +94,7 @@ def plan_step(
     anonymous.total_num_scheduled_tokens = sum(rows.values())
     return StepPlan(
         num_decode_rows=k,
+        drafting=drafting,
         decode_limits=decode_limits,
         prefill_ends={i: computed[i] + scheduled[i] for i in chunks},
         scheduler_output=anonymous,

@@ -75,9 +75,10 @@ class StageWorker(FailFast):
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> Any:
         output = super().execute_model(scheduler_output)
-        if self.model_runner.is_first_pp_rank and self.model_runner.has_rows:
+        runner = self.model_runner
+        if runner.is_first_pp_rank and runner.has_rows and runner.plan.drafting:
             with end_process_on_error("draft"):
-                self.model_runner.draft()
+                runner.draft()
         return output
 
     def check_integrity(self) -> dict[str, Any]:

@@ -128,7 +128,7 @@ class Stage(SpexisModelRunner):
         self.req_states = HostRequestState(*sizes, self.device)
         self.block_tables = BlockTables()
         self.draft_sampling = DraftSampling(self.max_num_reqs, self.device)
-        self.step = 0
+        self.step = torch.zeros(1, dtype=torch.int32)
         self.sampler = self.encoder_cache = None
         self.pp_handler = self.prompt_logprobs_worker = None
         self.model_state, self.lora_state = MagicMock(), MagicMock()
@@ -155,18 +155,18 @@ class ToyPipeline:
         self.writes: dict[int, int] = {}  # cell -> slot
         self.output: SpexisOutput | None = None
         # what has happened, for tests to assert that it has
-        self.accepted_drafts = self.rejected_drafts = 0
+        self.num_steps = self.accepted_drafts = self.rejected_drafts = 0
         self.requests_without_row = self.cached_tokens = 0
 
     def execute_model(self, so: SchedulerOutput, non_block: bool) -> Future[Any]:
         assert non_block
         first, last = self.first, self.last
+        self.num_steps += 1
         for stage in (first, last):
-            stage.step += 1
             stage.plan = plan_step(
                 so, stage.req_states, stage.spexis_config, stage.num_stages
             )
-        assert first.plan[:3] == last.plan[:3]
+        assert first.plan[:4] == last.plan[:4]
         absorb(first.pool, *self.results.popleft())
         self.results.append(self.nothing)
         for stage in (first, last):
@@ -196,7 +196,9 @@ class ToyPipeline:
     def run(self, so: SchedulerOutput) -> None:
         """Feed, run the toy model over the rows, draft, verify."""
         first, last, plan = self.first, self.last, self.first.plan
-        row_block = first.feed()
+        row_block = torch.empty(len(Rows._fields), plan.num_decode_rows).int()
+        first.upload_limits()
+        first.feed(row_block)
         decode = Rows(*row_block.unbind())
         slot_of = first.req_states.req_id_to_index
         read: dict[int, list[int]] = {}  # slot -> KV that its row attends to
@@ -258,6 +260,8 @@ class ToyPipeline:
 
     def draft(self, rows: Rows, cells: list[list[int]]) -> None:
         """The exit head: right with rate theta, and more confident when right."""
+        if not self.first.plan.drafting:
+            return
         rng, tokens, confidence = self.rng, [], []
         for row in cells:
             hit = rng.random() < self.theta

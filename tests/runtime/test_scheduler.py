@@ -2,6 +2,7 @@
 """The host side of the protocol: random schedules, and the traps that it avoids."""
 
 import json
+import math
 import os
 import random
 import subprocess
@@ -21,6 +22,7 @@ from scheduler_harness import (
     ToyEngine,
     kv_of,
     make_config,
+    true_output,
 )
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import RequestStatus
@@ -30,10 +32,33 @@ from spexis_runtime import patches
 from spexis_runtime.config import SpexisConfigError
 from spexis_runtime.iteration_log import read_iterations
 from spexis_runtime.model_runner import SpexisModelRunner
+from spexis_runtime.row_budget import RowChoice
 from spexis_runtime.scheduler import LoggedScheduler, SpexisScheduler
 
 SMALL, AMPLE = 22, 300  # KV blocks; the null block is one of them
 MAX_QUIET = 60  # steps within which some running request must gain a token
+
+
+class RandomRowBudget:
+    """Any number of rows, with drafts for some steps and then without for some."""
+
+    def __init__(self, seed: int):
+        self.random = random.Random(seed)
+        self.drafting, self.switches = True, 0
+
+    def choose(self, num_decodes: int) -> RowChoice:
+        if self.random.random() < 0.1:
+            self.drafting, self.switches = not self.drafting, self.switches + 1
+        num_rows = self.random.randint(1, max(num_decodes, 1))
+        return RowChoice(num_rows, self.drafting)
+
+
+class PlainPipeline:
+    def __init__(self, num_stages: int):
+        self.num_stages = num_stages
+
+    def choose(self, num_decodes: int) -> RowChoice:
+        return RowChoice(math.ceil(num_decodes / self.num_stages), drafting=False)
 
 
 class CheckedScheduler(SpexisScheduler):
@@ -115,14 +140,17 @@ def serve_random_requests(
 ) -> Counter[str]:
     """Serve a random workload, checking all that must hold; returns what happened."""
     rng = random.Random(seed)
+    row_budget = rng.choice(["auto", "random", 1, MAX_NUM_SEQS // num_stages, 6])
     engine = ToyEngine(
         num_stages,
         scheduler_cls=CheckedScheduler,
         num_blocks=num_blocks,
         theta=rng.choice([0.0, 0.3, 0.6, 0.8, 0.95, 1.0]),
-        row_budget=rng.choice(["auto", 1, MAX_NUM_SEQS // num_stages, 6]),
+        row_budget="auto" if row_budget == "random" else row_budget,
         seed=seed,
     )
+    if row_budget == "random":
+        engine.scheduler.row_budget = RandomRowBudget(seed)
     shared = random_tokens(rng, 14)
     abort_rate = rng.choice([0.0, 0.02, 0.1])
     aborted: set[str] = set()
@@ -167,6 +195,7 @@ def serve_random_requests(
         requests_without_row=engine.pipeline.requests_without_row,
         cached_tokens=engine.pipeline.cached_tokens,
         masks=engine.scheduler.num_masks,
+        switches=getattr(engine.scheduler.row_budget, "switches", 0),
     )
 
 
@@ -189,6 +218,7 @@ def test_random_schedules_are_lossless(num_stages: int, num_blocks: int) -> None
         "requests_without_row",
         "cached_tokens",
         "masks",
+        "switches",
     ):
         assert happened[what] > 0, f"no {what}: the schedules are too tame"
 
@@ -212,6 +242,35 @@ def test_ticks_per_token(num_stages: int) -> None:
     assert -num_stages <= ticks(num_stages, 0.0) - num_stages * num_tokens <= ends
 
 
+@pytest.mark.parametrize(
+    ("num_stages", "num_requests"), [(2, 1), (2, 6), (3, 6), (4, 3)]
+)
+def test_without_drafts_it_is_plain_pipeline_parallelism(
+    num_stages: int, num_requests: int
+) -> None:
+    """Requests take turns, N steps apart, and a step without any is empty."""
+    engine = ToyEngine(num_stages, theta=1.0)
+    engine.scheduler.row_budget = PlainPipeline(num_stages)
+    prompts = ([i, 7] for i in range(1, 99))
+    long = [prompt for prompt in prompts if len(true_output(prompt, 24)) == 24]
+    for prompt in long[:num_requests]:  # all prefilled in one step
+        engine.submit(prompt, 24)
+    fed: list[set[str]] = []
+    while engine.busy:
+        before = engine.pipeline.num_steps
+        engine.step()
+        if engine.pipeline.num_steps > before and len(engine.live) == num_requests:
+            fed.append(set(engine.pipeline.first.plan.decode_limits))
+    assert all(engine.outputs[i] == engine.expected(i) for i in engine.outputs)
+    assert engine.pipeline.accepted_drafts == engine.pipeline.rejected_drafts == 0
+    turns = fed[2 * num_stages :]
+    assert len(turns) > 5 * num_stages
+    for i, requests in enumerate(turns[:-num_stages]):
+        assert requests == turns[i + num_stages]
+        assert len(requests) <= math.ceil(num_requests / num_stages)
+    assert len(set().union(*turns[:num_stages])) == num_requests
+
+
 def test_one_token_needs_one_row() -> None:
     engine = ToyEngine(3)
     request_id = engine.submit([5, 6, 7, 8, 9], 1)
@@ -231,7 +290,7 @@ def test_log_lines_add_up(tmp_path: Path) -> None:
         engine.step()
     engine.scheduler.shutdown()
     lines = read_iterations(tmp_path)
-    assert len(lines) == engine.pipeline.first.step
+    assert len(lines) == engine.pipeline.num_steps
     emitted = sum(map(len, engine.outputs.values()))
     assert sum(line["valid_rows"] for line in lines) >= emitted
     assert sum(line["accepted_drafts"] for line in lines) == (

@@ -9,9 +9,11 @@ import pytest
 from vllm.v1.core.sched.output import CachedRequestData, SchedulerOutput
 
 from spexis_runtime.config import SpexisConfig
-from spexis_runtime.step_plan import StepPlan, plan_step
+from spexis_runtime.row_budget import RowChoice
+from spexis_runtime.step_plan import SpexisSchedulerOutput, StepPlan, plan_step
 
 NUM_STAGES = 4
+CHOICE = RowChoice(7, drafting=False)  # the scheduler's, where it chooses
 
 
 def plan(
@@ -35,7 +37,8 @@ def plan(
         prefill_len=SimpleNamespace(np=lengths),
     )
     config = SpexisConfig(exit_model="toy", **settings)
-    return plan_step(output, states, config, NUM_STAGES), output
+    chosen = SpexisSchedulerOutput.of(output, CHOICE)
+    return plan_step(chosen, states, config, NUM_STAGES), output
 
 
 def test_requests_decode_once_their_prompt_is_computed() -> None:
@@ -70,24 +73,48 @@ def test_requests_decode_once_their_prompt_is_computed() -> None:
 
 def test_empty_step() -> None:
     step, _ = plan({})
-    assert step[:3] == (0, {}, {})
+    assert step[:4] == (0, False, {}, {})
     assert step.scheduler_output.total_num_scheduled_tokens == 0
 
 
 @pytest.mark.parametrize(
-    "settings, num_rows",
+    "settings, num_rows, drafting",
     [
-        ({}, 9),
-        ({"row_budget": 5}, 5),
-        ({"row_budget": 12}, 9),
-        ({"drop_ratio": 0.0}, 9),
-        ({"drop_ratio": 0.5}, 4),  # 9 / (1 + 0.5 * 3) = 3.6
-        ({"drop_ratio": 0.999}, 3),  # never fewer than 9 / NUM_STAGES
+        ({}, 7, False),  # CHOICE
+        ({"row_budget": 2}, 2, False),  # normal rows alone fill it
+        ({"row_budget": 5}, 5, True),
+        ({"row_budget": 12}, 9, True),
+        ({"drop_ratio": 0.0}, 9, True),
+        ({"drop_ratio": 0.5}, 4, True),  # 9 / (1 + 0.5 * 3) = 3.6
+        ({"drop_ratio": 0.999}, 3, True),  # never fewer than 9 / NUM_STAGES
     ],
 )
-def test_row_budget(settings: dict[str, Any], num_rows: int) -> None:
+def test_row_budget(settings: dict[str, Any], num_rows: int, drafting: bool) -> None:
     requests = {f"request-{i}": (3, 4 + i, 1) for i in range(9)}
     step, _ = plan(requests, **settings)
-    assert step.num_decode_rows == num_rows
+    assert (step.num_decode_rows, step.drafting) == (num_rows, drafting)
     assert len(step.decode_limits) == 9
     assert step.scheduler_output.total_num_scheduled_tokens == num_rows
+
+
+def test_rows_fill_the_graph_that_runs_them() -> None:
+    """But not beside prefill chunks, whose steps run in no graph of decode rows."""
+    states = SimpleNamespace(
+        req_id_to_index={"a": 0, "b": 1, "c": 2},
+        prefill_len=SimpleNamespace(np=np.array([3, 3, 3], dtype=np.int32)),
+    )
+    output = SchedulerOutput.make_empty()
+    output.scheduled_cached_reqs = CachedRequestData.make_empty()
+    output.scheduled_cached_reqs.req_ids = ["a", "b", "c"]
+    output.num_scheduled_tokens = {"a": 1, "b": 1, "c": 1}
+    config = SpexisConfig(exit_model="toy", row_budget=8)
+    for last, num_rows in ((5, 4), (1, 2)):
+        output.scheduled_cached_reqs.num_computed_tokens = [4, 5, last]
+        step = plan_step(
+            SpexisSchedulerOutput.of(output, CHOICE),
+            states,
+            config,
+            NUM_STAGES,
+            graph_size=lambda k: -(-k // 4) * 4,
+        )
+        assert step.num_decode_rows == num_rows

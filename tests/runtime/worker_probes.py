@@ -193,13 +193,12 @@ def watch_waits(worker: Any) -> None:
     if not hasattr(runner, "longest_wait"):
         feed = runner.feed
 
-        def watched() -> torch.Tensor:
+        def watched(row_block: torch.Tensor) -> None:
             pool = runner.pool
-            row_block = feed()
+            feed(row_block)
             normal = (pool.limit > 0) & (pool.head < pool.known_len)
             waits = runner.step - pool.last_fed[normal]
             runner.longest_wait = max([runner.longest_wait, *waits.tolist()])
-            return row_block
 
         runner.feed = watched
     runner.longest_wait = 0
