@@ -24,18 +24,6 @@ os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc of funct
 
 NUM_STAGES = 2
 PROMPT_TOKENS, SHORT, LONG, REPEATS = 128, 16, 272, 3
-LLAMA_8B = dict(
-    architectures=["LlamaForCausalLM"],
-    vocab_size=128256,
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    max_position_embeddings=8192,
-    rope_theta=500000.0,
-    rms_norm_eps=1e-5,
-)
 LLAMA_8B_THETA = 0.759  # the paper's, exit at one half
 
 
@@ -55,29 +43,11 @@ def smollm2(scratch: Path) -> Case:
 
 
 def llama_8b(scratch: Path) -> Case:
-    """A config, and an adapter of noise."""
-    import torch
-    from transformers import LlamaConfig
+    from bench.e2e.shapes import DUMMY_WEIGHTS, SHAPES, write_shape
 
-    from spexis_runtime.adapter.config import (
-        AdapterConfig,
-        expected_tensors,
-        save_adapter,
-    )
-
-    model = scratch / "llama-3.1-8b-shape"
-    config = LlamaConfig(**LLAMA_8B)
-    config.save_pretrained(model)
-    adapter = AdapterConfig.for_model(config, config.num_hidden_layers // 2)
-    torch.manual_seed(0)
-    tensors = {
-        name: (torch.randn(shape) * shape[-1] ** -0.5).bfloat16()
-        for name, shape in expected_tensors(adapter).items()
-    }
-    exit_model = save_adapter(scratch / "adapter", adapter, tensors)
-    options = dict(load_format="dummy", skip_tokenizer_init=True)
-    name = f"Llama-3.1-8B shape, replay at theta {LLAMA_8B_THETA}"
-    return Case(name, model, exit_model, options, LLAMA_8B_THETA)
+    files = write_shape(SHAPES["llama-8b"], scratch, NUM_STAGES)
+    name = f"{SHAPES['llama-8b'].name}, replay at theta {LLAMA_8B_THETA}"
+    return Case(name, *files, DUMMY_WEIGHTS, LLAMA_8B_THETA)
 
 
 CASES = {"llama-8b": llama_8b, "smollm2": smollm2}
@@ -93,7 +63,7 @@ def measure(case: Case, text: list[int] | None) -> tuple[dict[str, Any], list[in
     """
     from vllm import SamplingParams
 
-    from bench.e2e.replay import replay
+    from bench.e2e.replay import constant_output, replay
     from spexis_runtime import LLM
     from spexis_runtime.iteration_log import acceptance, read_iterations
 
@@ -114,8 +84,10 @@ def measure(case: Case, text: list[int] | None) -> tuple[dict[str, Any], list[in
             **case.options,
         )
 
-        if text is not None and case.theta is not None:
-            llm.collective_rpc(replay, args=(text, case.theta))
+        if case.theta is not None:
+            llm.collective_rpc(constant_output)
+            if text is not None:
+                llm.collective_rpc(replay, args=(case.theta,))
 
         def answer(max_tokens: int) -> list[int]:
             params = SamplingParams(
