@@ -10,7 +10,7 @@ three, come in by T alone: it is measured with as many ranks a stage.
 
 The numbers are long-run means. Those of equation (2) are the protocol's own at any
 theta, the acceptance of drafts whose prefix is right. Equation (4) is the paper's
-approximation; `row_budget.speculation_curve` is the protocol's own.
+approximation; `row_budget.valid_share` is the protocol's own.
 """
 
 from collections.abc import Callable

@@ -141,7 +141,7 @@ def choose(slots, candidates, kinds, count, num_rows):
     for i in range(count):
         slot = candidates[i]
         if kinds[slot] == NORMAL:
-            keys[i] = slots[slot].last_fed - 1e18
+            keys[i] = slots[slot].last_fed - 2.0**50  # before all drafts, and exact
         else:
             keys[i] = -path_confidence(slots, slot)
     gap = count // 2

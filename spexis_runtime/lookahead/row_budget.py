@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """The row budget "auto": the k of a step that verifies most tokens a second.
 
-With drafts fed where their path confidence is at least c, a request takes r(c) rows and
-gains v(c) tokens a step, in the long run. Both depend on the drafts and on N alone, so
-they are one curve; of D requests,
+With k rows for D decoding requests a step verifies D v(k / D) tokens in the long run,
+where v depends on the drafts and on N, and a little on D: few requests vary more. So
 
-    tokens a second = D v / T_sp(D r)           k = D r
+    tokens a second = D v(k / D) / T_sp(k)      drafts, D / N <= k <= D
                     = (D / N) / T_pp(D / N)     plain PP: k = D / N, the exit head off
 
-and the best point is chosen. The best k of one step, by expected valid rows over its
-time, is not it: a draft that is not fed costs its request nothing, as the token comes
-N steps later anyway, so that the greedy choice feeds too many (docs/lookahead.md).
+and the best is chosen. v comes from running the protocol itself with drafts of the law
+that was measured. The best k of one step alone, by its expected valid rows over its
+time, is not it: a draft that is not fed costs its request nothing, as the token comes N
+steps later anyway, so that the greedy choice feeds too many (docs/lookahead.md).
 """
 
 import math
@@ -21,65 +21,72 @@ import numpy as np
 from spexis_runtime.lookahead.draft_law import DraftLaw
 from spexis_runtime.lookahead.jit import compiled
 from spexis_runtime.lookahead.protocol import (
-    DRAFT,
-    NORMAL,
+    NOTHING,
     absorb,
     admit,
+    choose,
     empty_slots,
     feed,
-    path_confidence,
     row_kind,
 )
 from spexis_runtime.lookahead.step_times import StageTimes
 
-HYSTERESIS = 0.01
+HYSTERESIS = 0.005
 """Another k must promise so much more than the present one: graphs are not thrashed."""
-CURVE_STEPS, CURVE_POINTS = 4000, 33
+POOLS = (8, 16, 32, 64)
+"""Numbers of requests for which v is computed; more behave like the last."""
+POINTS = 33  # of v, from k = D / N to k = D
+ROW_STEPS = 64_000  # requests x steps of each run: v is right to about 0.2 %
 FIXED, AUTO = 0, 1
+_NO_LIMIT = 1 << 60  # of positions
 
 
 @compiled
-def _lone_request(slots, num_stages, threshold, steps, law, seed):
-    """(rows, valid rows) of one request that feeds drafts from `threshold` on."""
-    admit(slots, 0, 0, 1)
-    in_flight = np.zeros(num_stages, dtype=np.int64)  # valid rows, by step modulo N
-    rows, valid_rows = 0, 0
+def _valid_rows(slots, num_stages, num_rows, steps, law, seed):
+    """Valid rows of `steps` steps of `num_rows` rows over all `slots`."""
+    num_slots = len(slots)
+    in_flight = np.zeros((num_stages, num_slots), dtype=np.bool_)  # by step modulo N
+    candidates = np.empty(num_slots, dtype=np.int64)
+    kinds = np.empty(num_slots, dtype=np.int64)
+    for slot in range(num_slots):
+        admit(slots, slot, slot, 1)
+    valid_rows = 0
     for step in range(steps):
-        if in_flight[step % num_stages]:
-            absorb(slots, 0)
-        in_flight[step % num_stages] = 0
-        kind = row_kind(slots, 0, np.int64(1) << 60)
-        if kind == NORMAL or (kind == DRAFT and path_confidence(slots, 0) >= threshold):
-            _, valid = feed(slots, 0, kind, step, True, law, seed)
-            rows += 1
+        now = in_flight[step % num_stages]
+        found = 0
+        for slot in range(num_slots):
+            if now[slot]:
+                absorb(slots, slot)
+                now[slot] = False
+            kinds[slot] = row_kind(slots, slot, _NO_LIMIT)
+            if kinds[slot] != NOTHING:
+                candidates[found] = slot
+                found += 1
+        for i in range(choose(slots, candidates, kinds, found, num_rows)):
+            slot = candidates[i]
+            _, valid = feed(slots, slot, kinds[slot], step, True, law, seed)
+            now[slot] = valid
             valid_rows += valid
-            in_flight[step % num_stages] = valid
-    return rows, valid_rows
+    return valid_rows
 
 
-def speculation_curve(
-    law: DraftLaw, num_stages: int, *, steps: int = CURVE_STEPS
-) -> tuple[np.ndarray, np.ndarray]:
-    """Rows and valid rows of a request and step, by threshold: two [CURVE_POINTS].
+def valid_share(law: DraftLaw, num_stages: int) -> np.ndarray:
+    """v: valid rows of a request and step, [len(POOLS), POINTS] float64.
 
-    From a run of the protocol over one request, with the same drafts for every
-    threshold; the thresholds are such that about equally many drafts lie between two.
-
-    Args:
-        law: of the drafts, as measured.
-        steps: of the run; the curve's standard error is about 0.5 / sqrt(steps).
+    Point i is that of k / D = 1 / N + (1 - 1 / N) i / (POINTS - 1). All runs of a pool
+    meet the same drafts.
     """
-    confidences = np.sort(np.concatenate((law.right, law.wrong)).ravel())
-    depths = np.arange(1, num_stages)
-    levels = np.quantile(confidences, np.linspace(0, 1, CURVE_POINTS - 1))
-    thresholds = np.concatenate(([0.0], levels ** np.median(depths)))
-    thresholds[-1] = np.nextafter(thresholds[-1], 2)  # above any: no draft is fed
-    points = []
-    for threshold in thresholds:
-        slots = empty_slots(1)
-        points.append(_lone_request(slots, num_stages, threshold, steps, law, 0))
-    rows, valid = (np.array(column) / steps for column in zip(*points, strict=True))
-    return rows, valid
+    at = np.linspace(1 / num_stages, 1, POINTS)
+    table = []
+    for pool in POOLS:
+        steps = ROW_STEPS // pool
+        ks = range(math.ceil(pool / num_stages), pool + 1)
+        valid = [
+            _valid_rows(empty_slots(pool), num_stages, k, steps, law, 0) for k in ks
+        ]
+        share = np.array(valid) / (steps * pool)
+        table.append(np.interp(at, np.array(ks) / pool, share))
+    return np.array(table)
 
 
 class RowBudget(NamedTuple):
@@ -87,8 +94,7 @@ class RowBudget(NamedTuple):
 
     kind: int
     fixed: np.ndarray  # [max_num_seqs + 1] int64, k by decoding requests
-    rows: np.ndarray  # [points] float64, the curve
-    valid: np.ndarray  # [points] float64
+    valid: np.ndarray  # v, see `valid_share`
     sp_ms: np.ndarray  # [>= max_num_seqs + 1] float64, T_sp by rows
     pp_ms: np.ndarray  # [>= max_num_seqs + 1] float64, T_pp
     num_stages: int
@@ -96,9 +102,9 @@ class RowBudget(NamedTuple):
     @classmethod
     def of_table(cls, fixed: np.ndarray, sp: StageTimes, pp: StageTimes) -> "RowBudget":
         """k rows for D decoding requests are fixed[D], always with drafts."""
-        none, most = np.zeros(1), len(fixed) - 1
+        none, most = np.zeros((1, 1)), len(fixed) - 1
         tables = sp.decode_table(most), pp.decode_table(most)
-        return cls(FIXED, fixed, none, none, *tables, 1)
+        return cls(FIXED, fixed, none, *tables, 1)
 
     @classmethod
     def auto(
@@ -109,27 +115,25 @@ class RowBudget(NamedTuple):
         sp: StageTimes,
         pp: StageTimes,
     ) -> "RowBudget":
-        """The best k by step times and by the curve of the drafts' law."""
+        """The best k by step times and the law of the drafts, for N >= 2 stages."""
         tables = sp.decode_table(max_num_seqs), pp.decode_table(max_num_seqs)
-        curve = speculation_curve(law, num_stages)
         none = np.zeros(1, dtype=np.int64)
-        return cls(AUTO, none, *curve, *tables, num_stages)
+        return cls(AUTO, none, valid_share(law, num_stages), *tables, num_stages)
 
 
 @compiled
-def _promise(budget, decodes, k):
-    """Tokens a millisecond with k rows and drafts, by the line between two points."""
-    best = 0.0
-    share = k / decodes
-    for i in range(len(budget.rows) - 1):
-        high, low = budget.rows[i], budget.rows[i + 1]
-        if low <= share <= high and high > low:
-            part = (share - low) / (high - low)
-            valid = budget.valid[i + 1] + part * (budget.valid[i] - budget.valid[i + 1])
-            best = max(best, valid)
-    if share >= budget.rows[0]:
-        best = budget.valid[0]
-    return decodes * best / budget.sp_ms[k]
+def promise(budget, decodes, k):
+    """Tokens a millisecond with k rows for `decodes` requests; k < 0: plain PP."""
+    if k < 0:
+        return decodes / budget.num_stages / budget.pp_ms[-k]
+    pool, points = 0, budget.valid.shape[1]
+    while pool + 1 < len(budget.valid) and POOLS[pool + 1] <= decodes:
+        pool += 1
+    least = 1 / budget.num_stages
+    at = (k / decodes - least) / (1 - least) * (points - 1)
+    i = max(0, min(int(at), points - 2))
+    low, high = budget.valid[pool, i], budget.valid[pool, i + 1]
+    return decodes * (low + (at - i) * (high - low)) / budget.sp_ms[k]
 
 
 @compiled
@@ -142,19 +146,18 @@ def choose_rows(budget, decodes, last):
     Returns:
         k; or -k: k rows without drafts, plain PP.
     """
-    if budget.kind == FIXED or decodes == 0:
-        return budget.fixed[decodes] if budget.kind == FIXED else 0
-    plain = int(math.ceil(decodes / budget.num_stages))
-    plain_promise = decodes / budget.num_stages / budget.pp_ms[plain]
-    best, promise = -plain, plain_promise
-    for i in range(len(budget.rows)):
-        k = min(decodes, int(math.ceil(decodes * budget.rows[i] - 1e-9)))
-        here = decodes * budget.valid[i] / budget.sp_ms[k]
-        if here > promise:
-            best, promise = k, here
-    if last < 0:
-        now, last = plain_promise, -plain
-    else:
-        last = min(last, decodes)
-        now = _promise(budget, decodes, last) if last else 0.0
-    return best if promise > now * (1 + HYSTERESIS) else last
+    if budget.kind == FIXED:
+        return budget.fixed[decodes]
+    if decodes == 0:
+        return 0
+    least = int(math.ceil(decodes / budget.num_stages))
+    best, most = -least, promise(budget, decodes, -least)
+    for k in range(least, decodes + 1):
+        here = promise(budget, decodes, k)
+        if here > most:
+            best, most = k, here
+    # the present one, as far as it can be kept
+    kept = -least if last < 0 else max(least, min(last, decodes))
+    if last and promise(budget, decodes, kept) * (1 + HYSTERESIS) >= most:
+        return kept
+    return best

@@ -276,7 +276,8 @@ class Result:
     rows: int  # decode rows run, padding included
     fed_rows: int
     valid_rows: int  # last prefill chunks included
-    theta: float  # accepted drafts / draft rows whose prefix was right; NaN without
+    drafts_after_valid: int  # draft rows whose prefix was right
+    accepted_drafts: int  # of those, right themselves
     preemptions: int
     prefill_tokens: int
     recomputed_tokens: int  # of requests that were preempted, prompts included
@@ -287,6 +288,11 @@ class Result:
     request_preemptions: np.ndarray = field(repr=False)
     output_tokens: np.ndarray = field(repr=False)
     arrival_ms: np.ndarray = field(repr=False)
+
+    @property
+    def theta(self) -> float:
+        """Acceptance; 0 without drafts."""
+        return self.accepted_drafts / max(self.drafts_after_valid, 1)
 
     @property
     def throughput(self) -> float:
@@ -380,7 +386,8 @@ def simulate(
         rows=count[ROWS],
         fed_rows=count[FED_ROWS],
         valid_rows=count[VALID_ROWS],
-        theta=count[ACCEPTED_DRAFTS] / (count[DRAFTS_AFTER_VALID] or float("nan")),
+        drafts_after_valid=count[DRAFTS_AFTER_VALID],
+        accepted_drafts=count[ACCEPTED_DRAFTS],
         preemptions=count[PREEMPTIONS],
         prefill_tokens=count[PREFILL_TOKENS],
         recomputed_tokens=count[RECOMPUTED_TOKENS],
