@@ -17,6 +17,8 @@ class Command(NamedTuple):
 COMMANDS = {
     "demo": Command("demo", "answer prompts with speculation and without"),
     "train adapter": Command("train.adapter", "train an exit adapter for a model"),
+    "plan": Command("lookahead.plan", "predict the throughput of PP x TP x SP"),
+    "simulate": Command("lookahead.simulate", "serve a load in the simulator"),
     "eval adapter": Command("train.evaluate", "measure an exit adapter"),
 }
 

@@ -7,7 +7,8 @@ first served. The rules:
     VLLM       it may: its known tokens fit into the KV blocks that are free
     HISTORY    ... and so does the peak of all that run, if each ends as earlier
                requests did (the Past-Future scheduler's rule; no trained model)
-    LOOKAHEAD  ... or the paper's gain of delaying it, from the memory forecast, is <= 1
+    LOOKAHEAD  ... and that peak fits with the predicted lengths; and the paper's gain
+               of delaying, from the memory forecast of 64 iterations, is <= 1
 
 With I iterations in the period, n evictions if it starts at once, the iterations
 i_wait that they wait, and i_delay until it can start without any, in step times t_d of
@@ -30,6 +31,7 @@ from spexis_runtime.lookahead.memory import (
     HORIZON,
     MAX_AGE,
     NUM_BUCKETS,
+    THRESHOLDS,
     MemoryTables,
     forecast,
 )
@@ -175,7 +177,8 @@ def projected_peak(held, remaining, count):
 
 
 @compiled
-def _history_admits(policy, requests, count, capacity, block_size):
+def _peak_fits(policy, requests, count, capacity, block_size):
+    """Whether the projected peak fits, for LOOKAHEAD with its predicted lengths."""
     remaining = np.empty(count, dtype=np.int64)
     held = np.empty(count, dtype=np.int64)
     for r in range(count):
@@ -183,13 +186,19 @@ def _history_admits(policy, requests, count, capacity, block_size):
         left = remaining_length(policy.history, generated, requests.draw[r])
         if left < 0:
             return True  # nothing is known
+        if policy.rule == LOOKAHEAD and r < count - 1:  # the head has no prediction
+            bucket = requests.bucket[r]
+            if bucket:
+                left = max(left, THRESHOLDS[bucket - 1] - requests.age[r])
+            if bucket < len(THRESHOLDS):
+                left = min(left, max(1, THRESHOLDS[bucket] - 1 - requests.age[r]))
         remaining[r] = min(left, requests.limit[r] - generated)
         held[r] = requests.tokens[r] + block_size // 2
     return projected_peak(held, remaining, count) <= capacity
 
 
 @compiled
-def _lookahead_admits(policy, requests, count, capacity, block_size, pdr):
+def _gain_is_small(policy, requests, count, capacity, block_size, pdr):
     others = count - 1
     memory, running = np.empty(HORIZON), np.empty(HORIZON)
     forecast(
@@ -224,6 +233,8 @@ def admits(policy, requests, count, capacity, block_size, pdr):
     if policy.rule == VLLM or count == 1:
         return True
     usable = capacity * (1 - RESERVE)
-    if policy.rule == HISTORY:
-        return _history_admits(policy, requests, count, usable, block_size)
-    return _lookahead_admits(policy, requests, count, usable, block_size, pdr)
+    if not _peak_fits(policy, requests, count, usable, block_size):
+        return False
+    return policy.rule == HISTORY or _gain_is_small(
+        policy, requests, count, usable, block_size, pdr
+    )

@@ -16,7 +16,7 @@ NOTHING, NORMAL, DRAFT = 0, 1, 2
 
 MAX_STAGES = 16
 
-SLOT = np.dtype(
+SLOT: np.dtype = np.dtype(
     [
         ("request", np.int64),
         ("stamp", np.int64),  # new at every admission, 0 once the request has left

@@ -46,8 +46,8 @@ def _valid_rows(slots, num_stages, num_rows, steps, law, seed):
     """Valid rows of `steps` steps of `num_rows` rows over all `slots`."""
     num_slots = len(slots)
     in_flight = np.zeros((num_stages, num_slots), dtype=np.bool_)  # by step modulo N
-    candidates = np.empty(num_slots, dtype=np.int64)
-    kinds = np.empty(num_slots, dtype=np.int64)
+    candidates: np.ndarray = np.empty(num_slots, dtype=np.int64)
+    kinds: np.ndarray = np.empty(num_slots, dtype=np.int64)
     for slot in range(num_slots):
         admit(slots, slot, slot, 1)
     valid_rows = 0
@@ -63,9 +63,9 @@ def _valid_rows(slots, num_stages, num_rows, steps, law, seed):
                 candidates[found] = slot
                 found += 1
         for i in range(choose(slots, candidates, kinds, found, num_rows)):
-            slot = candidates[i]
-            _, valid = feed(slots, slot, kinds[slot], step, True, law, seed)
-            now[slot] = valid
+            chosen = candidates[i]
+            _, valid = feed(slots, chosen, kinds[chosen], step, True, law, seed)
+            now[chosen] = valid
             valid_rows += valid
     return valid_rows
 
@@ -117,7 +117,7 @@ class RowBudget(NamedTuple):
     ) -> "RowBudget":
         """The best k by step times and the law of the drafts, for N >= 2 stages."""
         tables = sp.decode_table(max_num_seqs), pp.decode_table(max_num_seqs)
-        none = np.zeros(1, dtype=np.int64)
+        none: np.ndarray = np.zeros(1, dtype=np.int64)
         return cls(AUTO, none, valid_share(law, num_stages), *tables, num_stages)
 
 

@@ -168,6 +168,26 @@ def test_lookahead_knows_who_ends():
     assert not admits(policy, waiting, 65, capacity, BLOCK, 10.0)
 
 
+def test_lookahead_projects_the_peak_with_predicted_lengths():
+    """The forecast of 64 iterations has room; who ends long after it matters too."""
+    ends_late = np.zeros((NUM_BUCKETS, HORIZON + MAX_AGE + 1))
+    ends_late[0, 2] = ends_late[1:, -1] = 1
+    tables = MemoryTables.make(RemainingLengths(ends_late), 1.0, 2)
+    policy = AdmissionPolicy.make("lookahead", tables)
+    record_length(policy.history, 1000)
+    waiting = requests([500] * 4, limit=2000)
+    enough = 4 * (500 + BLOCK / 2 + 1000) / (1 - RESERVE)
+    assert admits(policy, waiting, 4, enough + 1, BLOCK, 10.0)
+    assert not admits(policy, waiting, 4, enough - 10, BLOCK, 10.0)
+    waiting.bucket[:2] = (
+        0  # two are to end soon; what is predicted of the head counts not
+    )
+    assert admits(policy, waiting, 4, enough - 10, BLOCK, 10.0)
+    waiting.bucket[:2] = NUM_BUCKETS - 1
+    waiting.bucket[3] = 0
+    assert not admits(policy, waiting, 4, enough - 10, BLOCK, 10.0)
+
+
 def test_what_cannot_be_a_policy_is_refused():
     with pytest.raises(ValueError, match="must be one of vllm, history, lookahead"):
         AdmissionPolicy.make("random")

@@ -70,9 +70,7 @@ def test_hysteresis_keeps_a_k_that_is_as_good():
     "cell",
     [
         Cell("h200-halves", 2, 16, 0.785),
-        Cell("h200-halves", 2, 128, 0.5),
         Cell("h200-halves", 4, 256, 0.3),
-        Cell("h200-x2", 2, 256, 0.3),
         Cell("h200-x2", 4, 64, 0.9),
     ],
     ids=str,

@@ -59,7 +59,7 @@ from spexis_runtime.lookahead.step_times import StageTimes
 @compiled
 def _feed_rows(state, sizes, budget, law, seed, step, decoding, num_decoding):
     """Stage 0 chooses among the slots in `decoding` and feeds them; returns k."""
-    count, slots = state.count, state.slots
+    count, slots = state.counts, state.slots
     if not sizes.speculative:
         for i in range(num_decoding):
             state.ring[step % len(state.ring_size), i, FLAGS] |= PRODUCED
@@ -99,7 +99,7 @@ def _feed_rows(state, sizes, budget, law, seed, step, decoding, num_decoding):
 @compiled
 def _run_step(state, sizes, budget, law, seed):
     """What was scheduled goes through the stages; returns (k, prefill tokens, any)."""
-    count, slots = state.count, state.slots
+    count, slots = state.counts, state.slots
     step = count[NUM_STEPS]
     ring = step % len(state.ring_size)
     if sizes.speculative and step >= sizes.num_stages:  # the result of N steps ago
@@ -176,7 +176,7 @@ def run(
     Args:
         ms: ([rows] T with drafts, [rows] T without, [tokens] T of prefill), float64.
     """
-    count = state.count
+    count = state.counts
     last_step = count[NUM_STEPS] + steps
     num_requests = len(workload.arrival_ms)
     while count[NUM_STEPS] < last_step:
@@ -377,8 +377,8 @@ def simulate(
         done = False
         while not done:
             done = run(state, *arguments)
-            bar.update(int(state.count[NUM_ENDED]) - bar.n)
-    count = [int(value) for value in state.count]
+            bar.update(int(state.counts[NUM_ENDED]) - bar.n)
+    count = [int(value) for value in state.counts]
     return Result(
         milliseconds=float(state.requests.end_ms.max() - workload.arrival_ms[0]),
         steps=count[NUM_STEPS],

@@ -36,16 +36,16 @@ from spexis_runtime.lookahead.simulator.state import (
 @compiled
 def _leave(state, slot):
     """The request of `slot` gives its blocks back; the stages hear a step later."""
-    state.count[FREE_BLOCKS] += state.slots[slot].blocks
+    state.counts[FREE_BLOCKS] += state.slots[slot].blocks
     state.slots[slot].stamp = 0
-    state.leaving[state.count[NUM_LEAVING]] = slot
-    state.count[NUM_LEAVING] += 1
+    state.leaving[state.counts[NUM_LEAVING]] = slot
+    state.counts[NUM_LEAVING] += 1
 
 
 @compiled
 def _free_slots(state):
     """The stages free slots in the order of their requests' names."""
-    count, leaving = state.count, state.leaving
+    count, leaving = state.counts, state.leaving
     for i in range(1, count[NUM_LEAVING]):
         slot, j = leaving[i], i
         while j and state.slots[leaving[j - 1]].request > state.slots[slot].request:
@@ -69,7 +69,7 @@ def _blocks_lacking(state, slot, num_tokens, block_size):
 @compiled
 def _schedule_running(state, sizes, workload, budget):
     """Returns (tokens left of the budget, whether somebody was preempted)."""
-    count = state.count
+    count = state.counts
     preempted = False
     i = 0
     while i < count[NUM_RUNNING] and budget > 0:
@@ -135,7 +135,7 @@ def _may_start(
     """Ask the policy; `ms` are the tables of decode and prefill times."""
     if policy.rule == VLLM:
         return True
-    count = state.count
+    count = state.counts
     running = count[NUM_RUNNING]
     for i in range(running):
         slot = state.running[i]
@@ -170,7 +170,7 @@ def _may_start(
 @compiled
 def _start(state, sizes, request, tokens, new):
     """Admit the head of the queue with its first `new` tokens."""
-    count = state.count
+    count = state.counts
     count[NUM_FREE_SLOTS] -= 1
     slot = state.free_slots[count[NUM_FREE_SLOTS]]
     if state.requests[request].preemptions:
@@ -202,7 +202,7 @@ def schedule(state, sizes, workload, policy, requests, confusion, seed, ms):
         confusion: [buckets, buckets], P(predicted | true) of the length predictor.
         ms: decode and prefill times, [max_num_seqs + 1] and [... + 1] float64.
     """
-    count = state.count
+    count = state.counts
     for i in range(count[NUM_RUNNING]):
         state.slots[state.running[i]].scheduled = 0
     budget, preempted = _schedule_running(
@@ -244,7 +244,7 @@ def schedule(state, sizes, workload, policy, requests, confusion, seed, ms):
 @compiled
 def update(state, sizes, workload, policy, step):
     """Take in the result of `step`."""
-    count = state.count
+    count = state.counts
     ring = step % len(state.ring_size)
     ended = False
     for i in range(state.ring_size[ring]):

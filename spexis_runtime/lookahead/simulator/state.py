@@ -11,7 +11,7 @@ import numpy as np
 
 from spexis_runtime.lookahead.protocol import empty_slots
 
-# indices of `count`
+# indices of `counts`
 NUM_STEPS = 0  # of the pipeline, empty ones included
 NUM_BUSY_STEPS = 1
 NUM_RUNNING = 2
@@ -42,7 +42,7 @@ OF_SLOT, STAMP, FLAGS = 0, 1, 2
 PLACEHOLDER, PRODUCED = 1, 2
 
 
-REQUEST = np.dtype(
+REQUEST: np.dtype = np.dtype(
     [
         ("generated", np.int64),
         ("preemptions", np.int64),
@@ -65,7 +65,7 @@ class Sizes(NamedTuple):
 
 
 class State(NamedTuple):
-    count: np.ndarray  # [NUM_COUNTS] int64
+    counts: np.ndarray  # [NUM_COUNTS] int64
     clock: np.ndarray  # [1] float64, ms; the host's
     stage_free: np.ndarray  # [num_stages] float64, ms
     slots: np.recarray  # [max_num_seqs] of SLOT
@@ -88,10 +88,10 @@ class State(NamedTuple):
 
         requests = np.zeros(num_requests, dtype=REQUEST).view(np.recarray)
         requests.first_token_ms = requests.end_ms = np.nan
-        count = int64(NUM_COUNTS)
-        count[NUM_FREE_SLOTS], count[FREE_BLOCKS] = seqs, sizes.num_blocks
+        counts = int64(NUM_COUNTS)
+        counts[NUM_FREE_SLOTS], counts[FREE_BLOCKS] = seqs, sizes.num_blocks
         return cls(
-            count=count,
+            counts=counts,
             clock=np.zeros(1),
             stage_free=np.zeros(sizes.num_stages),
             slots=empty_slots(seqs),
