@@ -3,8 +3,10 @@
 
 import argparse
 import json
+import shlex
 import sys
 import time
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -169,7 +171,13 @@ def main(argv: list[str] | None = None) -> None:
     Console().print(table)
     if args.json:
         settings = {k: v for k, v in vars(args).items() if k != "json"}
-        content = dict(settings=settings, machine=times.machine, figures=figures)
+        content = dict(
+            command=shlex.join(["spexis", "simulate", *(argv or sys.argv[1:])]),
+            date=date.today().isoformat(),
+            settings=settings,
+            machine=times.machine,
+            figures=figures,
+        )
         args.json.write_text(json.dumps(content, indent=1) + "\n")
 
 

@@ -7,14 +7,13 @@ import time
 import numpy as np
 import pytest
 
+from bench.lookahead.memory import compare
 from spexis_runtime.lookahead.memory import (
     HORIZON,
     MAX_AGE,
     NUM_BUCKETS,
-    THRESHOLDS,
     MemoryTables,
     RemainingLengths,
-    algorithm_1,
     bucket_of,
     completion,
     forecast,
@@ -134,48 +133,16 @@ def test_calibration():
     assert of_blank[0, 1, :2] == pytest.approx(0.5)
 
 
-def perfect(remaining: np.ndarray) -> RemainingLengths:
-    """A predictor whose thresholds are met to the token, as Algorithm 1 takes them."""
-    probability = np.zeros((NUM_BUCKETS, COLUMNS))
-    for bucket, threshold in enumerate(THRESHOLDS):
-        probability[bucket, threshold - 1] = 1
-    probability[-1, -1] = 1
-    return RemainingLengths(probability)
-
-
-def paper_error(theta: float, num_stages: int) -> tuple[float, float]:
-    """Greatest error of Algorithm 1 over the iterations: of tokens generated (requests
-    that do not end), and of memory held (256 requests of 512 tokens, a sixth a bucket).
-    """
-    lengths = np.full(256, 512)
-    none_ends = algorithm_1(
-        lengths, np.full(256, np.inf), np.ones(256), theta, num_stages
-    )
-    i = np.arange(1, HORIZON + 1)
-    generated = 256 * i / (num_stages - theta * (num_stages - 1))
-    buckets = np.arange(256) % NUM_BUCKETS
-    remaining = np.array([*THRESHOLDS, np.inf])[buckets]
-    paper = algorithm_1(lengths, remaining, np.ones(256), theta, num_stages)
-    tables = MemoryTables.make(perfect(remaining), theta, num_stages)
-    tokens, running = np.empty(HORIZON), np.empty(HORIZON)
-    ages = np.zeros(256, dtype=np.int64)
-    forecast(
-        lengths, buckets, ages, 256, tables.alive, tables.generated, tokens, running
-    )
-    return (
-        float(np.abs((none_ends - lengths.sum()) / generated - 1)[8:].max()),
-        float(np.abs(paper / tokens - 1).max()),
-    )
-
-
 def test_algorithm_1_is_exact_only_without_rejections():
-    assert paper_error(1.0, 2) == pytest.approx((0, 0), abs=1e-9)
-    assert paper_error(0.5, 1) == pytest.approx((0, 0), abs=1e-9)
+    for theta, num_stages in ((1.0, 2), (0.5, 1)):
+        errors = compare(theta, num_stages)
+        assert errors["error_of_generated"] == pytest.approx(0, abs=1e-9)
+        assert errors["error_of_memory"] == pytest.approx(0, abs=1e-9)
     # off by more than 5 % where drafts are rejected: the exact forecast runs
-    for theta, num_stages, least in ((0.785, 2, 0.05), (0.6, 2, 0.05), (0.6, 4, 0.05)):
-        generated, held = paper_error(theta, num_stages)
-        assert generated > 0.15
-        assert held > least
+    for theta, num_stages in ((0.785, 2), (0.6, 2), (0.6, 4)):
+        errors = compare(theta, num_stages)
+        assert errors["error_of_generated"] > 0.15
+        assert errors["error_of_memory"] > 0.05
 
 
 def test_forecast_of_256_requests_is_quick():
