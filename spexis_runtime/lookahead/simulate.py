@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> None:
         sys.exit(f"error: {error}")
     figures: dict[str, dict[str, float]] = {}
     for rule, (policy, confusion) in policies.items():
-        start = time.perf_counter()
+        start = time.process_time()
         result = simulate(
             machine,
             workload,
@@ -164,7 +164,7 @@ def main(argv: list[str] | None = None) -> None:
             progress=True,
         )
         figures[rule] = result.summary()
-        figures[rule]["seconds_to_simulate"] = time.perf_counter() - start
+        figures[rule]["cpu_seconds_to_simulate"] = time.process_time() - start
     table = Table("", *figures)
     for name in next(iter(figures.values())):
         table.add_row(name, *(f"{figures[rule][name]:,.4g}" for rule in figures))
