@@ -23,6 +23,7 @@ class SpexisConfig:
     exit_model: str | None = None  # directory of the exit adapter; None: plain PP
     row_budget: int | Literal["auto"] = "auto"  # decode rows a step
     drop_ratio: float | None = None  # alpha of the paper, section 5.1
+    admission: Literal["vllm", "history"] = "vllm"  # of waiting requests
     log_dir: str | None = None  # where the per-iteration log goes
     stages_per_gpu: int = 1  # more than one: for development and tests
 
@@ -47,6 +48,15 @@ class SpexisConfig:
             given = "drop_ratio" if ratio is not None else "row_budget"
             raise SpexisConfigError(
                 f"{given} needs exit_model: without drafts there is nothing to drop"
+            )
+        if self.admission not in ("vllm", "history"):
+            raise SpexisConfigError(
+                f"admission must be 'vllm' or 'history', got {self.admission!r}"
+            )
+        if self.admission != "vllm" and self.exit_model is None:
+            raise SpexisConfigError(
+                f"admission {self.admission!r} needs exit_model: plain pipeline "
+                "parallelism admits by vLLM's own rule"
             )
         stages = self.stages_per_gpu
         if type(stages) is not int or stages < 1:

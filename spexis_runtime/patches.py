@@ -10,7 +10,7 @@ import importlib
 import math
 import pkgutil
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -113,6 +113,25 @@ def allocate_without_caching(kv_cache_manager: Any) -> None:
         # the scheduler passes delay_cache_blocks=False for the requests it admits
         kwargs["delay_cache_blocks"] = True
         return allocate_slots(*args, **kwargs)
+
+    kv_cache_manager.allocate_slots = allocate
+
+
+def ask_before_admission(
+    kv_cache_manager: Any, may_start: Callable[[Any], bool]
+) -> None:
+    """`allocate_slots` gives a request nothing where `may_start` is false.
+
+    Reason: vLLM admits whoever fits now, and has no hook for another rule. A head that
+    gets no blocks stays at the head, and nobody behind it is tried. Remove when the
+    scheduler has such a hook.
+    """
+    allocate_slots = kv_cache_manager.allocate_slots
+
+    def allocate(request: Any, *args: Any, **kwargs: Any) -> Any:
+        if not may_start(request):
+            return None
+        return allocate_slots(request, *args, **kwargs)
 
     kv_cache_manager.allocate_slots = allocate
 

@@ -23,6 +23,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 
 from spexis_runtime import patches
+from spexis_runtime.admission_control import AdmissionControl
 from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.iteration_log import IterationLog, RowCounts
 from spexis_runtime.row_budget import RowBudget
@@ -120,6 +121,20 @@ class SpexisScheduler(LoggedScheduler):
         self.num_stages = self.parallel_config.pipeline_parallel_size
         self.row_budget = RowBudget()
         self.drafting = True  # in the step being scheduled
+        self.admission: AdmissionControl | None = None
+        if self.spexis_config.admission != "vllm":
+            self.admission = control = AdmissionControl(
+                self.spexis_config.admission,
+                # one block is vLLM's null block, never used
+                self.kv_cache_manager.block_pool.num_gpu_blocks - 1,
+                self.block_size,
+                self.max_num_running_reqs,
+                self.vllm_config.model_config.seed,
+            )
+            patches.ask_before_admission(
+                self.kv_cache_manager,
+                lambda request: control.may_start(request, self.running),
+            )
 
     def add_request(self, request: Request) -> None:
         params = request.sampling_params
@@ -128,6 +143,13 @@ class SpexisScheduler(LoggedScheduler):
             request.sampling_params = params.clone()
             request.sampling_params.seed = self.seeds.getrandbits(63)
         super().add_request(request)
+        if self.admission is not None:
+            self.admission.add(request)
+
+    def _free_request(self, request: Request, *args: Any, **kwargs: Any) -> Any:
+        if self.admission is not None:
+            self.admission.end(request)
+        return super()._free_request(request, *args, **kwargs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SpexisSchedulerOutput:
         decodes = [r for r in self.running if not r.is_prefill_chunk]

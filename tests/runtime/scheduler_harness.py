@@ -337,12 +337,16 @@ class ToyEngine(EngineCore):
         num_blocks: int = 200,
         theta: float = 1.0,
         row_budget: int | str = "auto",
+        admission: str = "vllm",
         log_dir: str | None = None,
         seed: int = 0,
     ):
         config = self.vllm_config = make_config(num_stages)
         config.additional_config = SpexisConfig(
-            exit_model="toy", row_budget=row_budget, log_dir=log_dir
+            exit_model="toy",
+            row_budget=row_budget,
+            admission=admission,
+            log_dir=log_dir,
         ).to_additional_config()
         config.cache_config.num_gpu_blocks = num_blocks
         spec = FullAttentionSpec(

@@ -29,7 +29,7 @@ from vllm.v1.core.sched.output import SchedulerOutput
 
 from spexis_kernels import store_drafts
 from spexis_kernels.pool import Rows as PoolRows
-from spexis_runtime.config import SpexisConfig
+from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.lookahead.admission import AdmissionPolicy
 from spexis_runtime.lookahead.draft_law import DraftLaw, draw_draft
 from spexis_runtime.lookahead.row_budget import RowBudget
@@ -53,6 +53,7 @@ class Case(NamedTuple):
     row_budget: int | str
     num_blocks: int  # usable
     seed: int
+    admission: str = "vllm"
 
 
 class CountingScheduler(SpexisScheduler):
@@ -121,7 +122,10 @@ def run_engine(case: Case, law: DraftLaw, monkeypatch: pytest.MonkeyPatch) -> To
         scheduler_cls=CountingScheduler,
         num_blocks=case.num_blocks + 1,
         row_budget=case.row_budget,
+        admission=case.admission,
     )
+    if engine.scheduler.admission is not None:
+        engine.scheduler.admission.seed = case.seed
     draw_drafts(engine.pipeline, law, case.seed)
     for prompt, max_tokens in random_requests(case.seed):
         engine.submit(prompt, max_tokens)
@@ -132,8 +136,8 @@ def run_engine(case: Case, law: DraftLaw, monkeypatch: pytest.MonkeyPatch) -> To
 
 
 def run_simulator(case: Case, law: DraftLaw) -> Result:
-    config = SpexisConfig(exit_model="toy", row_budget=case.row_budget)
-    fixed = [config.num_rows(d, case.num_stages) for d in range(MAX_NUM_SEQS + 1)]
+    most = MAX_NUM_SEQS if case.row_budget == "auto" else case.row_budget
+    fixed = [min(most, decodes) for decodes in range(MAX_NUM_SEQS + 1)]
     machine = Machine(
         num_stages=case.num_stages,
         plain=STEP,
@@ -152,8 +156,27 @@ def run_simulator(case: Case, law: DraftLaw) -> Result:
         np.array([max_tokens for _, max_tokens in requests]),
     )
     budget = RowBudget.of_table(np.array(fixed), STEP, STEP)
-    policy = AdmissionPolicy.make("vllm")
+    policy = AdmissionPolicy.make(case.admission)
     return simulate(machine, workload, Rows(budget, law), policy, seed=case.seed)
+
+
+def check_equal(
+    case: Case, monkeypatch: pytest.MonkeyPatch
+) -> tuple[ToyEngine, Result]:
+    law = DraftLaw.uniform(case.theta)
+    engine, simulated = run_engine(case, law, monkeypatch), run_simulator(case, law)
+    scheduler, pipeline = engine.scheduler, engine.pipeline
+    drafts = pipeline.accepted_drafts + pipeline.rejected_drafts
+    assert simulated.steps == pipeline.num_steps
+    assert simulated.preemptions == scheduler.num_preemptions
+    assert simulated.request_preemptions.tolist() == [
+        engine.requests[i].num_preemptions for i in sorted(engine.requests)
+    ]
+    assert simulated.prefill_tokens == scheduler.num_prefill_tokens
+    assert simulated.recomputed_tokens == scheduler.num_recomputed_tokens
+    assert simulated.accepted_drafts == pipeline.accepted_drafts
+    assert simulated.drafts_after_valid == drafts
+    return engine, simulated
 
 
 @pytest.mark.parametrize("num_stages", [2, 3, 4])
@@ -172,19 +195,53 @@ def test_simulator_is_the_engine(
         ]
     ):
         case = Case(num_stages, theta, row_budget, num_blocks, 100 * num_stages + seed)
-        law = DraftLaw.uniform(theta)
-        engine = run_engine(case, law, monkeypatch)
-        simulated = run_simulator(case, law)
-        scheduler, pipeline = engine.scheduler, engine.pipeline
-        drafts = pipeline.accepted_drafts + pipeline.rejected_drafts
-        assert simulated.steps == pipeline.first.step
-        assert simulated.preemptions == scheduler.num_preemptions
-        assert simulated.request_preemptions.tolist() == [
-            engine.requests[i].num_preemptions for i in sorted(engine.requests)
-        ]
-        assert simulated.prefill_tokens == scheduler.num_prefill_tokens
-        assert simulated.recomputed_tokens == scheduler.num_recomputed_tokens
-        assert simulated.accepted_drafts == pipeline.accepted_drafts
-        assert simulated.drafts_after_valid == drafts
-        preemptions += simulated.preemptions
+        preemptions += check_equal(case, monkeypatch)[1].preemptions
     assert preemptions > 10
+
+
+def test_admission_by_history(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same rule in both, and it preempts less than vLLM's."""
+    preemptions, refusals = {"vllm": 0, "history": 0}, 0
+    for seed in range(8):
+        case = Case(2, 0.7, "auto", 16, seed)
+        for admission in preemptions:
+            engine, simulated = check_equal(
+                case._replace(admission=admission), monkeypatch
+            )
+            preemptions[admission] += simulated.preemptions
+            refusals += simulated.refusals
+        assert engine.scheduler.admission is not None
+        assert engine.scheduler.admission.draws == {}
+        assert engine.scheduler.admission.policy.history.num_ended[0] == NUM_REQUESTS
+    assert refusals > 10
+    assert preemptions["history"] < 0.7 * preemptions["vllm"]
+
+
+def test_aborted_requests_say_nothing_of_lengths() -> None:
+    engine = ToyEngine(2, admission="history")
+    kept, aborted = engine.submit([1, 2, 3], 5), engine.submit([1, 2, 4], 30)
+    while engine.busy:
+        engine.step()
+        if aborted in engine.live and engine.requests[aborted].num_output_tokens:
+            engine.abort(aborted, in_flight=False)
+    admission = engine.scheduler.admission
+    assert admission is not None
+    history = admission.policy.history
+    assert history.num_ended[0] == 1
+    assert history.ends[0] == len(engine.outputs[kept]) == len(engine.expected(kept))
+    assert admission.draws == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"admission": "lookahead"},
+            "admission must be 'vllm' or 'history', got 'look",
+        ),
+        ({"admission": "history", "exit_model": None}, "'history' needs exit_model"),
+    ],
+)
+def test_settings_of_admission(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpexisConfigError, match=message):
+        SpexisConfig(**({"exit_model": "toy"} | settings))
