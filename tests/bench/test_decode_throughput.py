@@ -97,7 +97,6 @@ def result(case: list[Any], tok_s: float, step_ms: float, **others: Any) -> dict
 
 
 def test_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
     split, wider = [[16, 128], "split", None, None], [[32, 128], "split", None, None]
     plain = [result(split, 1000.0, 8.0), result(wider, 1900.0, 10.0)]
     write_round(tmp_path, "pp-1", plain)
