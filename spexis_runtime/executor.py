@@ -20,6 +20,7 @@ from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.no_gpu.environment import ALWAYS, NO_GPU_ENVIRONMENT
 from spexis_runtime.no_gpu.platform import STAGE_RESOURCE
 from spexis_runtime.process_guard import ProcessGuard
+from spexis_runtime.step_profile import STEP_TIMES, StepProfile
 
 
 class NoGpuRayWorkerProc(RayWorkerProc):
@@ -74,6 +75,17 @@ class SpexisRayExecutor(RayExecutorV2):
         for response_mq in self.response_mqs:
             if response_mq._is_remote_reader:
                 patches.end_wait_on_shutdown(response_mq)
+
+    def initialize_from_config(self, kv_cache_configs: list[Any]) -> Any:
+        """Warm up; with `row_budget="auto"`, tell the scheduler how long steps take."""
+        warm_up = super().initialize_from_config(kv_cache_configs)
+        config = self.spexis_config
+        speculates = config.exit_model is not None
+        if speculates and config.chooses_rows and current_platform.is_cuda():
+            profiles = self.collective_rpc("profile_decode_steps")
+            profile = StepProfile.slowest(profiles)
+            self.vllm_config.additional_config[STEP_TIMES] = profile
+        return warm_up
 
     def _init_ray_without_gpu(self, own_process: bool) -> None:
         """Attach to the cluster at RAY_ADDRESS, or start a private one."""

@@ -56,6 +56,39 @@ class RowCounts(NamedTuple):
         )
 
 
+class DraftOutcomes(NamedTuple):
+    """Of a step's draft rows all of whose predecessors were right."""
+
+    depth: np.ndarray  # [num_drafts] int, drafts in flight when it was fed, itself too
+    confidence: np.ndarray  # [num_drafts] float32, the draft's own
+    right: np.ndarray  # [num_drafts] bool
+
+    @classmethod
+    def of_rows(
+        cls,
+        rows: Rows,
+        confidence: np.ndarray,
+        known_len: np.ndarray,
+        known_len_when_fed: np.ndarray,
+        tokens_of_row: list[int],
+        max_depth: int,
+    ) -> "DraftOutcomes":
+        """As `RowCounts.of_rows`.
+
+        Args:
+            confidence: [k] float32, of each row's draft.
+            known_len_when_fed: [num_slots], of N steps before; for a request that was
+                not there yet, anything.
+        """
+        valid = np.array(tokens_of_row, dtype=np.int32)[: len(rows.slots)]
+        counted = (rows.kinds == DRAFT) & (
+            rows.positions == known_len[rows.slots] - valid - 1
+        )
+        depth = rows.positions - known_len_when_fed[rows.slots] + 1
+        depth = depth[counted].clip(1, max_depth)
+        return cls(depth, confidence[counted], valid[counted] > 0)
+
+
 class IterationLog:
     """Writes `<log_dir>/iterations-<time>-<pid>.jsonl`; each line is complete."""
 

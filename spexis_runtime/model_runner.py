@@ -6,6 +6,7 @@ Rows travel beside the hidden states. The last stage samples and verifies them.
 """
 
 import dataclasses
+from collections import deque
 from functools import partial
 from typing import Any
 
@@ -33,14 +34,19 @@ from spexis_runtime.config import SpexisConfig
 from spexis_runtime.draft_sampling import DraftSampling
 from spexis_runtime.exit_head import ExitHead
 from spexis_runtime.host_embedding import move_to_host
-from spexis_runtime.results import ResultHandler, SpexisOutput
+from spexis_runtime.results import (
+    ROW_FIELDS,
+    ResultHandler,
+    SpexisOutput,
+    unpack_rows,
+)
 from spexis_runtime.step_graphs import StepGraphs
 from spexis_runtime.step_inputs import StepInputs, StepInputsBuilder
 from spexis_runtime.step_plan import StepPlan, plan_step
 from spexis_runtime.structured_outputs import AnonymousRowsGrammar
 
 ROWS = "spexis_rows"
-"""Key of the decode rows, [5, k] int32, among the tensors sent to the next stage."""
+"""Key of the decode rows, [ROW_FIELDS, k] int32, among what the next stage is sent."""
 
 
 class SpexisModelRunner(GPUModelRunner):
@@ -53,6 +59,8 @@ class SpexisModelRunner(GPUModelRunner):
         self.results = ResultHandler(vars(self)["pp_handler"])
         self.pp_handler = self.results
         self.pool = RequestPool.empty(self.max_num_reqs, self.num_stages, device)
+        # on the last stage: the pool's known_len after each of the last N steps
+        self.known_lens: deque[np.ndarray] = deque(maxlen=self.num_stages)
         self.graphs = StepGraphs()
         # the number of rows that vLLM's graph for so many has; as many without one
         self.graph_sizes = list(range(self.max_num_reqs + 1))
@@ -64,13 +72,13 @@ class SpexisModelRunner(GPUModelRunner):
         # prefill chunks, whose graphs read and write them here
         self.step = torch.zeros(1, dtype=torch.int32, device=device)
         self.static_rows = torch.zeros(
-            len(Rows._fields) * self.max_num_reqs, dtype=torch.int32, device=device
+            ROW_FIELDS * self.max_num_reqs, dtype=torch.int32, device=device
         )
         self.plan: StepPlan
         self.inputs: StepInputs
         self.received_tensors: IntermediateTensors | None = None
         self.has_rows = False  # in this step
-        self.row_block: torch.Tensor  # the decode rows as one tensor, [5, k] int32
+        self.row_block: torch.Tensor  # the decode rows, [ROW_FIELDS, k] int32
 
     def load_model(self, *args: Any, **kwargs: Any) -> None:
         super().load_model(*args, **kwargs)
@@ -137,8 +145,8 @@ class SpexisModelRunner(GPUModelRunner):
         )
 
     def rows_of_decode_step(self, k: int) -> torch.Tensor:
-        """The rows of a step without chunks, [5, k]: always in the same place."""
-        return self.static_rows[: len(Rows._fields) * k].view(-1, k)
+        """Decode rows of a step without chunks: always in the same place."""
+        return self.static_rows[: ROW_FIELDS * k].view(-1, k)
 
     # ---- a step -------------------------------------------------------------------
     @torch.inference_mode()
@@ -238,14 +246,20 @@ class SpexisModelRunner(GPUModelRunner):
         assert self.received_tensors is not None
         block = self.received_tensors.tensors.get(ROWS)
         if block is None:  # vLLM sends no empty tensor
-            block = torch.empty(len(Rows._fields), 0, dtype=torch.int32)
+            block = torch.empty(ROW_FIELDS, 0, dtype=torch.int32)
         return block.to(self.device)
 
     def feed(self, row_block: torch.Tensor) -> None:
-        """Stage 0: choose the decode rows, [5, k], and advance their requests."""
+        """Stage 0: choose the decode rows and advance their requests."""
         self.step.add_(1)
-        rows = Rows(*row_block.unbind())
+        rows, confidence = unpack_rows(row_block)
         select_rows(self.pool, num_rows=row_block.shape[1], step=self.step, out=rows)
+        torch.index_select(
+            self.pool.draft_confidence,
+            0,
+            rows.slots.clamp(min=0),
+            out=confidence.view(torch.float32),
+        )
 
     def decode_step(self, batch_desc: BatchExecutionDescriptor) -> StepInputs:
         """A step without prefill chunks."""
@@ -256,12 +270,12 @@ class SpexisModelRunner(GPUModelRunner):
         self.graphs.run(("inputs", k), partial(self.fill_decode_step, k))
         if self.is_first_pp_rank:  # what is sent, and absorbed N steps later, must stay
             self.row_block = row_block.clone()
-            self.results.rows = Rows(*self.row_block.unbind())
+            self.results.rows = unpack_rows(self.row_block)[0]
         builder = self.inputs_builder
         return builder.describe(
             self.plan,
             batch_desc,
-            Rows(*row_block.unbind()),
+            unpack_rows(row_block)[0],
             idx_mapping=builder.idx_mapping[:k],
             logits_indices=builder.row_numbers[:k],
             prefill_slots=builder.zeros[:0],
@@ -272,16 +286,16 @@ class SpexisModelRunner(GPUModelRunner):
         row_block = self.rows_of_decode_step(k)
         if self.is_first_pp_rank:
             self.feed(row_block)
-        self.inputs_builder.fill_decode_step(Rows(*row_block.unbind()))
+        self.inputs_builder.fill_decode_step(unpack_rows(row_block)[0])
 
     def mixed_step(self, batch_desc: BatchExecutionDescriptor) -> StepInputs:
         """A step with prefill chunks."""
         if self.is_first_pp_rank:
-            shape = len(Rows._fields), self.plan.num_decode_rows
+            shape = ROW_FIELDS, self.plan.num_decode_rows
             self.row_block = torch.empty(shape, dtype=torch.int32, device=self.device)
             self.feed(self.row_block)
         rows, logits_indices, prefill_slots = self.inputs_builder.fill_mixed_step(
-            self.plan, Rows(*self.row_block.unbind())
+            self.plan, unpack_rows(self.row_block)[0]
         )
         if self.is_first_pp_rank:
             slots = prefill_slots.long()
@@ -311,7 +325,7 @@ class SpexisModelRunner(GPUModelRunner):
         return (
             self.block_tables.gather_block_tables(input_batch.idx_mapping, num_reqs),
             builder.fill_slot_mappings(
-                Rows(*self.row_block.unbind()),
+                unpack_rows(self.row_block)[0],
                 input_batch.idx_mapping,
                 input_batch.query_start_loc,
                 num_tokens,
@@ -337,7 +351,7 @@ class SpexisModelRunner(GPUModelRunner):
             )
 
     def draft_decode_step(self, k: int, sampled: bool) -> None:
-        rows = Rows(*self.rows_of_decode_step(k).unbind())
+        rows = unpack_rows(self.rows_of_decode_step(k))[0]
         self.draft_after(rows, self.inputs_builder.row_numbers[:k], sampled)
 
     def draft_after(
@@ -396,6 +410,7 @@ class SpexisModelRunner(GPUModelRunner):
             self.row_block,
             self.pool.known_len,
             {slot_of[i]: i for i in self.plan.decode_limits},
+            self.known_lens,
         )
 
     # ---- tests and idle checks ----------------------------------------------------

@@ -2,8 +2,9 @@
 """Results on their way back: from the last stage to stage 0, and to the host."""
 
 from collections import deque
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from vllm.distributed.parallel_state import get_pp_group
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput
@@ -13,7 +14,20 @@ from vllm.v1.worker.gpu.pp_utils import PPHandler
 
 from spexis_kernels.constants import PAD_SLOT_ID
 from spexis_kernels.pool import Rows
-from spexis_runtime.iteration_log import RowCounts
+from spexis_runtime.iteration_log import DraftOutcomes, RowCounts
+
+ROW_FIELDS = len(Rows._fields) + 1
+"""Of the decode rows as one [ROW_FIELDS, k] int32 tensor: those of `Rows`, and the bits
+of the float32 confidence of each row's draft, for the host's statistics."""
+
+
+def unpack_rows(row_block: Any) -> tuple[Rows, Any]:
+    """The rows in a [ROW_FIELDS, k] tensor or array, and the bits of their confidence.
+
+    Views; each is contiguous.
+    """
+    *fields, confidence = row_block
+    return Rows(*fields), confidence
 
 
 class PendingResult(NamedTuple):
@@ -98,12 +112,14 @@ class SpexisOutput(AsyncModelRunnerOutput):
     def __init__(
         self,
         output: AsyncOutput,
-        row_block: torch.Tensor,  # [5, num_decode_rows] int32, on the device
+        row_block: torch.Tensor,  # [6, num_decode_rows] int32, on the device
         known_len: torch.Tensor,  # [max_num_reqs] int32, as `verify` left it
         decode_requests: dict[int, str],  # slot -> request, as of this step
+        known_lens: deque[np.ndarray],  # as `known_len`, of up to N steps before
     ):
         self.output = output
         self.decode_requests = decode_requests
+        self.known_lens = known_lens
         # on the main stream: the next step will change known_len
         self.row_block = row_block.to("cpu", non_blocking=True)
         self.known_len = known_len.to("cpu", non_blocking=True, copy=True)
@@ -113,15 +129,25 @@ class SpexisOutput(AsyncModelRunnerOutput):
     def get_output(self) -> ModelRunnerOutput:
         output = self.output.get_output()
         self.copy_event.synchronize()
-        rows = Rows(*self.row_block.numpy())
+        rows, confidence = unpack_rows(self.row_block.numpy())
         names = [
             self.decode_requests[slot] if slot != PAD_SLOT_ID else ""
             for slot in rows.slots.tolist()
         ]
         output.req_ids[: len(names)] = names
-        output.spexis_row_counts = RowCounts.of_rows(
-            rows, self.known_len.numpy(), list(map(len, output.sampled_token_ids))
+        tokens_of_row = list(map(len, output.sampled_token_ids))
+        known_len = self.known_len.numpy()
+        before = self.known_lens[0] if self.known_lens else known_len
+        output.spexis_row_counts = RowCounts.of_rows(rows, known_len, tokens_of_row)
+        output.spexis_drafts = DraftOutcomes.of_rows(
+            rows,
+            confidence.view(np.float32),
+            known_len,
+            before,
+            tokens_of_row,
+            max_depth=(self.known_lens.maxlen or 2) - 1,
         )
+        self.known_lens.append(known_len)
         without_row = sorted(set(self.decode_requests.values()).difference(names))
         output.req_ids += without_row
         output.sampled_token_ids += [[] for _ in without_row]

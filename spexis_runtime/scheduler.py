@@ -26,8 +26,9 @@ from spexis_runtime import patches
 from spexis_runtime.admission_control import AdmissionControl
 from spexis_runtime.config import SpexisConfig, SpexisConfigError
 from spexis_runtime.iteration_log import IterationLog, RowCounts
-from spexis_runtime.row_budget import RowBudget
+from spexis_runtime.row_budget import AllRows, AutoRows, Policy
 from spexis_runtime.step_plan import SpexisSchedulerOutput
+from spexis_runtime.step_profile import STEP_TIMES
 
 NEVER = sys.maxsize  # a step
 
@@ -119,7 +120,7 @@ class SpexisScheduler(LoggedScheduler):
         self.steps_in_flight: deque[FedStep] = deque()
         self.seeds = random.Random(self.vllm_config.model_config.seed)
         self.num_stages = self.parallel_config.pipeline_parallel_size
-        self.row_budget = RowBudget()
+        self.row_budget = self._row_budget()
         self.drafting = True  # in the step being scheduled
         self.admission: AdmissionControl | None = None
         if self.spexis_config.admission != "vllm":
@@ -150,6 +151,13 @@ class SpexisScheduler(LoggedScheduler):
         if self.admission is not None:
             self.admission.end(request)
         return super()._free_request(request, *args, **kwargs)
+
+    def _row_budget(self) -> Policy:
+        profile = self.vllm_config.additional_config.get(STEP_TIMES)
+        if profile is None:
+            return AllRows()
+        max_num_seqs = self.scheduler_config.max_num_seqs
+        return AutoRows(profile, self.num_stages, max_num_seqs)
 
     def schedule(self, *args: Any, **kwargs: Any) -> SpexisSchedulerOutput:
         decodes = [r for r in self.running if not r.is_prefill_chunk]
@@ -212,6 +220,9 @@ class SpexisScheduler(LoggedScheduler):
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
     ) -> Any:
         step = self.steps_in_flight.popleft()
+        drafts = getattr(model_runner_output, "spexis_drafts", None)
+        if drafts is not None:
+            self.row_budget.observe(drafts)
         for request_id, generation in step.generations.items():
             request = self.requests.get(request_id)
             if request is None or request.is_finished():

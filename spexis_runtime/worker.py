@@ -15,6 +15,7 @@ from spexis_runtime import patches
 from spexis_runtime.adapter.config import load_adapter_config
 from spexis_runtime.config import PARTITION, SpexisConfig, layer_partition
 from spexis_runtime.model_runner import SpexisModelRunner
+from spexis_runtime.step_profile import StepProfile, profile_decode_steps
 
 logger = init_logger(__name__)
 
@@ -80,6 +81,9 @@ class StageWorker(FailFast):
             with end_process_on_error("draft"):
                 runner.draft()
         return output
+
+    def profile_decode_steps(self) -> StepProfile:
+        return profile_decode_steps(self.model_runner)
 
     def check_integrity(self) -> dict[str, Any]:
         """What must be equal on all stages; raises AssertionError where it is broken.

@@ -33,9 +33,9 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     The plain Python function stays at `.py_func`.
     """
     if not _CAN_CACHE:
-        return numba.njit(function)
+        return numba.njit(nogil=True)(function)
     before, numba.config.CACHE_DIR = numba.config.CACHE_DIR, str(_CACHE_DIR)
     try:
-        return numba.njit(cache=True)(function)
+        return numba.njit(cache=True, nogil=True)(function)
     finally:
         numba.config.CACHE_DIR = before

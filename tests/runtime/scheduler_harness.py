@@ -21,6 +21,7 @@ from concurrent.futures import Future
 from typing import Any
 from unittest.mock import MagicMock
 
+import numpy as np
 import torch
 from transformers import LlamaConfig
 from vllm import SamplingParams
@@ -47,13 +48,13 @@ from vllm.v1.worker.gpu.sample.output import SamplerOutput
 from vllm.v1.worker.gpu.states import RequestState
 
 from spexis_kernels import absorb, store_drafts, verify
-from spexis_kernels.constants import INVALID_TOKEN, PAD_SLOT_ID, PREFILL
+from spexis_kernels.constants import DRAFT, INVALID_TOKEN, PAD_SLOT_ID, PREFILL
 from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime import patches
 from spexis_runtime.config import SpexisConfig
 from spexis_runtime.draft_sampling import DraftSampling
 from spexis_runtime.model_runner import SpexisModelRunner
-from spexis_runtime.results import SpexisOutput
+from spexis_runtime.results import ROW_FIELDS, SpexisOutput, unpack_rows
 from spexis_runtime.scheduler import SpexisScheduler
 from spexis_runtime.step_plan import plan_step
 
@@ -154,9 +155,12 @@ class ToyPipeline:
         self.reads: dict[int, list[int]] = {}  # slot -> cells, in the step being run
         self.writes: dict[int, int] = {}  # cell -> slot
         self.output: SpexisOutput | None = None
+        self.known_lens: deque[np.ndarray] = deque(maxlen=self.first.num_stages)
         # what has happened, for tests to assert that it has
         self.num_steps = self.accepted_drafts = self.rejected_drafts = 0
         self.requests_without_row = self.cached_tokens = 0
+        self.num_drafts = self.right_depths = 0
+        self.depths: np.ndarray = np.zeros(0)  # of the step's drafts with right prefix
 
     def execute_model(self, so: SchedulerOutput, non_block: bool) -> Future[Any]:
         assert non_block
@@ -196,15 +200,16 @@ class ToyPipeline:
     def run(self, so: SchedulerOutput) -> None:
         """Feed, run the toy model over the rows, draft, verify."""
         first, last, plan = self.first, self.last, self.first.plan
-        row_block = torch.empty(len(Rows._fields), plan.num_decode_rows).int()
+        row_block = torch.empty(ROW_FIELDS, plan.num_decode_rows).int()
         first.upload_limits()
         first.feed(row_block)
-        decode = Rows(*row_block.unbind())
+        decode, _ = unpack_rows(row_block)
         slot_of = first.req_states.req_id_to_index
         read: dict[int, list[int]] = {}  # slot -> KV that its row attends to
         self.reads, self.writes = {}, {}
 
         limits = {slot_of[i]: limit for i, limit in plan.decode_limits.items()}
+        depths = (decode.positions - first.pool.known_len[decode.slots] + 1).numpy()
         columns = zip(*(column.tolist() for column in decode), strict=True)
         for slot, _, position, token, _ in columns:
             if slot != PAD_SLOT_ID:
@@ -236,6 +241,9 @@ class ToyPipeline:
         sampled = int32([next_token(row) for row in cells])
         accepted = verify(last.pool, rows, sampled)
         self.results[-1] = rows, accepted
+        valid = (accepted[: len(decode.slots)] != INVALID_TOKEN).int()
+        right_so_far = decode.positions == last.pool.known_len[decode.slots] - valid - 1
+        self.depths = depths[(right_so_far & (decode.kinds == DRAFT)).numpy()]
         self.report(row_block, accepted)
 
     def write(self, slot: int, position: int, tokens: list[int]) -> list[int]:
@@ -265,7 +273,8 @@ class ToyPipeline:
         rng, tokens, confidence = self.rng, [], []
         for row in cells:
             hit = rng.random() < self.theta
-            tokens.append(next_token(row) if hit else rng.randrange(VOCAB))
+            wrong = next_token(row) + rng.randrange(1, VOCAB)
+            tokens.append(next_token(row) if hit else wrong % VOCAB)
             confidence.append(rng.uniform(*((0.5, 1.0) if hit else (0.0, 0.8))))
         store_drafts(self.first.pool, rows, int32(tokens), torch.tensor(confidence))
 
@@ -283,14 +292,25 @@ class ToyPipeline:
         )
         decode_requests = {slot_of[i]: i for i in plan.decode_limits}
         self.output = SpexisOutput(
-            output, row_block, self.last.pool.known_len, decode_requests
+            output,
+            row_block,
+            self.last.pool.known_len,
+            decode_requests,
+            self.known_lens,
         )
 
     def sample_tokens(self, grammar_output: None, non_block: bool) -> Future[Any]:
         future: Future[Any] = Future()
         assert self.output is not None
         output = self.output.get_output()
-        counts = output.spexis_row_counts
+        counts, drafts = output.spexis_row_counts, output.spexis_drafts
+        assert len(drafts.right) == counts.drafts_after_valid
+        assert drafts.right.sum() == counts.accepted_drafts
+        # as `draft` makes them
+        assert (drafts.confidence[drafts.right] >= 0.5).all()
+        assert (drafts.confidence[~drafts.right] < 0.8).all()
+        self.num_drafts += len(drafts.depth)
+        self.right_depths += int((drafts.depth == self.depths).sum())
         self.accepted_drafts += counts.accepted_drafts
         self.rejected_drafts += counts.drafts_after_valid - counts.accepted_drafts
         future.set_result(output)

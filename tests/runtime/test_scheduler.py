@@ -32,14 +32,14 @@ from spexis_runtime import patches
 from spexis_runtime.config import SpexisConfigError
 from spexis_runtime.iteration_log import read_iterations
 from spexis_runtime.model_runner import SpexisModelRunner
-from spexis_runtime.row_budget import RowChoice
+from spexis_runtime.row_budget import AllRows, RowChoice
 from spexis_runtime.scheduler import LoggedScheduler, SpexisScheduler
 
 SMALL, AMPLE = 22, 300  # KV blocks; the null block is one of them
 MAX_QUIET = 60  # steps within which some running request must gain a token
 
 
-class RandomRowBudget:
+class RandomRowBudget(AllRows):
     """Any number of rows, with drafts for some steps and then without for some."""
 
     def __init__(self, seed: int):
@@ -53,7 +53,7 @@ class RandomRowBudget:
         return RowChoice(num_rows, self.drafting)
 
 
-class PlainPipeline:
+class PlainPipeline(AllRows):
     def __init__(self, num_stages: int):
         self.num_stages = num_stages
 
@@ -195,6 +195,8 @@ def serve_random_requests(
         requests_without_row=engine.pipeline.requests_without_row,
         cached_tokens=engine.pipeline.cached_tokens,
         masks=engine.scheduler.num_masks,
+        drafts=engine.pipeline.num_drafts,
+        right_depths=engine.pipeline.right_depths,
         switches=getattr(engine.scheduler.row_budget, "switches", 0),
     )
 
@@ -208,6 +210,8 @@ def test_random_schedules_are_lossless(num_stages: int, num_blocks: int) -> None
             1000 * num_stages + seed, num_stages, num_blocks
         )
     assert (happened["preemptions"] > 10) == (num_blocks == SMALL)
+    # but for the first drafts of these short requests, and after steps without a row
+    assert happened["right_depths"] > 0.8 * happened["drafts"]
     assert happened["preempted_again"] > 0 or num_blocks != SMALL
     for what in (
         "reset",
