@@ -120,12 +120,12 @@ LEAST: dict[str, Any] = dict(row_budget="least")  # ceil(B / N)
 CASES: list[tuple[float, dict, dict]] = [
     (1.0, {}, {}),
     (0.0, {}, {}),
-    (0.6, {}, dict(staggered=True)),
+    (0.6, dict(graph_rows=4), dict(staggered=True)),
     (0.8, LEAST, dict(seed=1)),
     (0.5, dict(row_budget=6), dict(seed=2, staggered=True)),
-    (0.7, dict(drop_ratio=0.5), dict(seed=3)),
+    (0.7, dict(drop_ratio=0.5, graph_rows=8), dict(seed=3)),
     (0.7, dict(drop_ratio=0.15), dict(seed=4, staggered=True)),
-    (0.6, {}, dict(seed=5, abort_rate=0.06)),
+    (0.6, dict(graph_rows=3), dict(seed=5, abort_rate=0.06)),
     (0.4, LEAST, dict(seed=6, abort_rate=0.06, staggered=True)),
 ]
 

@@ -136,9 +136,18 @@ def round_products_once(worker: Any) -> None:
     torch.Tensor.softmax = once(softmax)
 
 
-def set_rows(worker: Any, row_budget: Any = "auto", drop_ratio: Any = None) -> None:
-    """Another row budget or drop ratio, without a restart."""
+def set_rows(
+    worker: Any, row_budget: Any = "auto", drop_ratio: Any = None, graph_rows: int = 1
+) -> None:
+    """Another row budget or drop ratio, without a restart.
+
+    Decode steps get a multiple of `graph_rows` rows, as where they run in CUDA graphs.
+    """
     runner = worker.model_runner
+    most = runner.max_num_reqs
+    runner.graph_sizes = [
+        min(-(-n // graph_rows) * graph_rows, most) for n in range(most + 1)
+    ]
     runner.spexis_config = dataclasses.replace(
         runner.spexis_config, row_budget=row_budget, drop_ratio=drop_ratio
     )
