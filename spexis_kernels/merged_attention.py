@@ -14,9 +14,9 @@ older ones from the cache, and a token's K and V are written by one program alon
 
     [0, seq_len - query_len) cache · [seq_len - query_len, seq_len) key and value
 
-A decode row's context is cut into parts by its own length alone, and a second, small
-launch adds them in order; prefill tiles are cut from the start of their request. So the
-output of a request, bit for bit, does not depend on the rest of the batch.
+A decode row's context is cut into units by its own length alone, merged in order by
+whichever program; prefill tiles are cut from the start of their request. So the output
+of a request, bit for bit, does not depend on the rest of the batch.
 
 Not handled: ALiBi, sinks, non-causal masks, scales of an fp8 cache finer than a tensor.
 """
@@ -30,13 +30,7 @@ import triton
 import triton.language as tl
 
 from spexis_kernels._attention_checks import check_attention, check_tensor
-from spexis_kernels._attention_kernels import (
-    Paged,
-    Shape,
-    Step,
-    combine_kernel,
-    merged_attention_kernel,
-)
+from spexis_kernels._attention_kernels import merged_attention_kernel
 from spexis_kernels._attention_rows import (
     QKNorm,
     Rotary,
@@ -44,6 +38,13 @@ from spexis_kernels._attention_rows import (
     load_rows_reference,
     to_cache_dtype_reference,
 )
+from spexis_kernels._attention_settings import (
+    MAX_PROGRAMS,
+    Settings,
+    attention_settings,
+    device_of,
+)
+from spexis_kernels._attention_tiles import Paged, Shape, Step
 from spexis_kernels.constants import PAD_SLOT_ID
 from spexis_kernels.dispatch import use_kernel
 
@@ -58,36 +59,15 @@ __all__ = [
 ]
 
 
-class Settings(NamedTuple):
-    """How `merged_attention` is launched."""
-
-    block_m: int  # rows of a prefill tile: tokens times heads of a group
-    decode_m: int  # rows of a decode tile: heads of a group, padded
-    block_n: int  # tokens a step of the loop over the context
-    max_splits: int  # parts of a decode row's context at most
-    min_chunk: int  # tokens of such a part at least
-    num_warps: int
-    num_stages: int
-
-
-def _settings(
-    num_kv_heads: int, group: int, head_size: int, dtype: torch.dtype
-) -> Settings:
-    """A function of the model alone: the batch must not change any arithmetic."""
-    row_bytes = triton.next_power_of_2(head_size) * dtype.itemsize
-    if dtype == torch.float32:  # no tensor cores: small tiles, or registers spill
-        block_m, block_n = 16, 16
-    else:
-        block_m, block_n = 64, max(16, min(64, 16384 // row_bytes))
-    return Settings(
-        block_m=max(block_m, triton.next_power_of_2(group)),
-        decode_m=max(16, triton.next_power_of_2(group)),
-        block_n=block_n,
-        max_splits=16 if num_kv_heads >= 8 else 32,
-        min_chunk=256,
-        num_warps=8 if head_size > 128 else 4,
-        num_stages=2,
-    )
+# of q . k and p . v: (dtype of the query, cache is fp8), see `load_query`
+_PRODUCT_DTYPES = {
+    (torch.float32, False): tl.float32,
+    (torch.float32, True): tl.float32,
+    (torch.float16, False): tl.float16,
+    (torch.float16, True): tl.float16,
+    (torch.bfloat16, False): tl.bfloat16,
+    (torch.bfloat16, True): tl.float16,
+}
 
 
 class MergedAttentionResult(NamedTuple):
@@ -99,24 +79,29 @@ class MergedAttentionResult(NamedTuple):
     slots: torch.Tensor | None = None  # [T] int64, where they go, or PAD_SLOT_ID
 
 
-def _num_splits(block_table: torch.Tensor, block_size: int, settings: Settings) -> int:
-    """Parts that the longest context the block table has room for is cut into."""
-    capacity = block_table.shape[1] * block_size
-    return max(1, min(settings.max_splits, triton.cdiv(capacity, settings.min_chunk)))
-
-
 def merged_attention_workspace_size(
-    query: torch.Tensor, key_cache: torch.Tensor, block_table: torch.Tensor
+    query: torch.Tensor, key_cache: torch.Tensor
 ) -> int:
-    """Elements of the float32 `workspace` that `merged_attention` needs; 0: none."""
-    _, num_heads, head_size = query.shape
-    _, block_size, num_kv_heads, _ = key_cache.shape
-    group = num_heads // num_kv_heads
-    settings = _settings(num_kv_heads, group, head_size, query.dtype)
-    num_splits = _num_splits(block_table, block_size, settings)
-    if num_splits == 1:
-        return 0
-    return num_splits * block_table.shape[0] * num_heads * (head_size + 2)
+    """Elements of the float32 `workspace` that `merged_attention` needs, whatever the
+    batch: of these only dtypes, numbers of heads, head size and device count."""
+    num_heads, head_size = query.shape[1:]
+    settings = _settings(query, key_cache)
+    group = num_heads // key_cache.shape[2]
+    states = settings.num_programs * settings.max_units * group
+    return MAX_PROGRAMS + states * (head_size + 2)
+
+
+def _settings(query: torch.Tensor, key_cache: torch.Tensor) -> Settings:
+    num_heads, head_size = query.shape[1:]
+    num_kv_heads = key_cache.shape[2]
+    return attention_settings(
+        num_kv_heads,
+        num_heads // num_kv_heads,
+        head_size,
+        query.dtype,
+        key_cache.dtype,
+        device_of(query.device),
+    )
 
 
 def merged_attention(
@@ -174,8 +159,10 @@ def merged_attention(
         qk_norm: RMSNorm for the heads of q and k, before RoPE.
         out: like query, in memory of its own; written and returned. Rows of void
             requests and padding become 0. Allocated if None.
-        workspace: [merged_attention_workspace_size(...) or more] float32, contiguous,
-            scratch. Allocated if None.
+        workspace: [merged_attention_workspace_size(...) or more] float32, contiguous.
+            Its first MAX_PROGRAMS elements must be zero, and are zero again afterwards;
+            the rest is scratch. Launches that follow each other on one stream may share
+            it, launches that may overlap must not. Allocated if None.
 
     Returns:
         [T, num_heads, head_size], the query's dtype.
@@ -212,20 +199,20 @@ def merged_attention(
         return out.copy_(result.out)
 
     group = num_heads // num_kv_heads
-    settings = _settings(num_kv_heads, group, head_size, query.dtype)
-    num_splits = _num_splits(block_table, block_size, settings)
-    partial_sums = partial_stats = None
-    if num_splits > 1:
-        size = merged_attention_workspace_size(query, key_cache, block_table)
-        if workspace is None:
-            workspace = torch.empty(size, dtype=torch.float32, device=query.device)
-        check_tensor("workspace", workspace, (None,), torch.float32)
-        if len(workspace) < size:
-            raise ValueError(
-                f"workspace must have {size} elements or more, got {len(workspace)}"
-            )
-        num_sums = size // (head_size + 2) * head_size
-        partial_sums, partial_stats = workspace[:num_sums], workspace[num_sums:size]
+    settings = _settings(query, key_cache)
+    size = merged_attention_workspace_size(query, key_cache)
+    if workspace is None:
+        workspace = torch.empty(size, dtype=torch.float32, device=query.device)
+        workspace[:MAX_PROGRAMS].zero_()
+    check_tensor("workspace", workspace, (None,), torch.float32)
+    if len(workspace) < size:
+        raise ValueError(
+            f"workspace must have {size} elements or more, got {len(workspace)}"
+        )
+    num_sums = (size - MAX_PROGRAMS) // (head_size + 2) * head_size
+    arrived, partial_sums, partial_stats = workspace[:size].split(
+        [MAX_PROGRAMS, num_sums, size - MAX_PROGRAMS - num_sums]
+    )
 
     step = Step(
         out=Strided(out, *out.stride()[:2]),
@@ -243,6 +230,7 @@ def merged_attention(
         slot_mapping=slot_mapping,
         rotary=rotary,
         qk_norm=qk_norm,
+        arrived=arrived.view(torch.int32),
         partial_sums=partial_sums,
         partial_stats=partial_stats,
         scale=scale,
@@ -255,37 +243,34 @@ def merged_attention(
         BLOCK_SIZE=block_size,
         WINDOW=sliding_window,
         SOFT_CAP=soft_cap,
+        ONE_LAYOUT=key_cache.stride() == value_cache.stride(),
         NUM_NEW=0 if key is None else 1,
         BLOCK_D=triton.next_power_of_2(head_size),
         BLOCK_M=settings.block_m,
-        DECODE_M=settings.decode_m,
         BLOCK_N=settings.block_n,
-        MAX_SPLITS=settings.max_splits,
-        MIN_CHUNK=settings.min_chunk,
+        DECODE_M=settings.decode_m,
+        PARTIAL_M=triton.next_power_of_2(group),
+        UNIT_TILES=settings.unit_tiles,
+        MAX_UNITS=settings.max_units,
     )
     shape = Shape(*(None if x is None else tl.constexpr(x) for x in shape))
-    num_tiles = 0
-    if max_query_len > 1:
+    prefill = max_query_len > 1
+    num_decode, num_tiles = settings.num_programs, 0
+    if prefill:
+        num_decode = settings.mixed_programs
         num_tiles = num_tokens // (settings.block_m // group) + num_reqs
-    num_items = num_tiles + num_reqs * num_splits
-    merged_attention_kernel[(num_items * num_kv_heads,)](
+    merged_attention_kernel[(num_decode + num_tiles * num_kv_heads,)](
         step,
         num_tokens,
         num_reqs,
-        num_tiles,
+        num_decode,
         shape,
-        PREFILL=max_query_len > 1,
+        PREFILL=prefill,
+        DTYPE=_PRODUCT_DTYPES[query.dtype, key_cache.dtype == torch.float8_e4m3fn],
+        REQS=max(256, triton.next_power_of_2(num_reqs)),
         num_warps=settings.num_warps,
         num_stages=settings.num_stages,
     )
-    if num_splits > 1:
-        combine_kernel[(num_reqs, num_heads)](
-            step,
-            num_reqs,
-            shape,
-            BLOCK_S=triton.next_power_of_2(num_splits),
-            num_warps=settings.num_warps,
-        )
     return out
 
 

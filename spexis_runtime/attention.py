@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """vLLM's attention backend CUSTOM: `spexis_kernels.merged_attention`."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -15,8 +16,20 @@ from vllm.v1.attention.backend import (
 )
 
 from spexis_kernels.constants import PAD_SLOT_ID
-from spexis_kernels.merged_attention import merged_attention
+from spexis_kernels.merged_attention import (
+    merged_attention,
+    merged_attention_workspace_size,
+)
 from spexis_runtime.config import KEY
+
+
+@functools.cache
+def _workspace(size: int, device: torch.device) -> torch.Tensor:
+    """The one workspace of all layers, whose launches follow each other on one stream.
+
+    Its size depends on no batch, so what a CUDA graph has recorded stays right.
+    """
+    return torch.zeros(size, dtype=torch.float32, device=device)
 
 
 @dataclass
@@ -162,8 +175,9 @@ class SpexisAttentionImpl(AttentionImpl):
         fp8 = self.kv_cache_dtype.startswith("fp8")
         if fp8:
             kv_cache = kv_cache.view(torch.float8_e4m3fn)
+        query = query[:num_tokens].view(num_tokens, self.num_heads, self.head_size)
         merged_attention(
-            query[:num_tokens].view(num_tokens, self.num_heads, self.head_size),
+            query,
             None if self.write_first else key,
             None if self.write_first else value,
             kv_cache[:, 0],
@@ -179,6 +193,9 @@ class SpexisAttentionImpl(AttentionImpl):
             k_scale=layer._k_scale if fp8 else None,
             v_scale=layer._v_scale if fp8 else None,
             out=output[:num_tokens].view(num_tokens, self.num_heads, self.head_size),
+            workspace=_workspace(
+                merged_attention_workspace_size(query, kv_cache[:, 0]), query.device
+            ),
         )
         return output
 
