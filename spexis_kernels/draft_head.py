@@ -6,7 +6,7 @@
     confidence = exp(z[token] - log_sum_exp(z))         softmax probability of token
 
 with the noise of `gumbel.py`. Each program reads a tile of the vocabulary once, for up
-to 256 rows, and writes the `DraftHead` of that tile; a second, small launch combines
+to 128 rows, and writes the `DraftHead` of that tile; a second, small launch combines
 the tiles. Shards of a tensor-parallel vocabulary combine by the same rule:
 
     winner      = the part with the greatest score, among equals the lowest token
@@ -56,12 +56,15 @@ class Settings(NamedTuple):
 
 
 def _settings(rows: int, dtype: torch.dtype) -> Settings:
-    """Tiles so that all rows, up to 256, share one pass over the weight."""
-    block_m = min(256, max(16, triton.next_power_of_2(rows)))
-    block_k = 32 if dtype == torch.float32 else 64
+    """Tiles so that up to 128 rows share one pass over the weight, and so that what a
+    tile reads of the hidden states is small beside its part of the weight: both come
+    through the second-level cache, whose bandwidth is hardly more than the memory's."""
+    block_m = min(128, max(16, triton.next_power_of_2(rows)))
+    if dtype == torch.float32:  # no tensor cores, twice the bytes
+        return Settings(128, block_m, block_k=32, num_warps=8, num_stages=3)
     if block_m <= 64:
-        return Settings(128, block_m, block_k, num_warps=4, num_stages=4)
-    return Settings(128, block_m, block_k, num_warps=8, num_stages=3)
+        return Settings(128, block_m, block_k=64, num_warps=4, num_stages=4)
+    return Settings(256, block_m, block_k=64, num_warps=8, num_stages=4)
 
 
 @triton.jit(do_not_specialize=["rows", "vocab_start"])

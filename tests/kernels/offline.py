@@ -5,19 +5,23 @@ Tensors on the device "meta" stand in for the GPU's. Triton must not interpret
 (TRITON_INTERPRET unset when it is imported), so tests run this in a process of its own.
 """
 
+import json
 import re
 import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 
-from spexis_kernels import dispatch
+from spexis_kernels import QKNorm, Rotary, dispatch, draft_head, merged_attention
 from spexis_kernels._attention_settings import Device
 
 
@@ -90,3 +94,82 @@ def usage(kernel: Any) -> Usage:
         stack=int(found[2]),
         shared=kernel.metadata.shared,
     )
+
+
+H200 = Device((9, 0), 132)
+META = {"device": "meta"}
+
+
+def attention(
+    num_heads: int = 64,
+    num_kv_heads: int = 8,
+    *,
+    cache_dtype: torch.dtype = torch.bfloat16,
+    fused: bool = False,
+    query_len: int = 1,
+) -> None:
+    """Launch `merged_attention` on 64 requests of a Llama- or Qwen3-like model."""
+    dtype, head_size, rows, tokens = torch.bfloat16, 128, 64, 64 * query_len
+    new = torch.empty(2, tokens, num_kv_heads, head_size, dtype=dtype, **META)
+    cache = torch.empty(4096, 2, 16, num_kv_heads, head_size, dtype=cache_dtype, **META)
+    scale = None if cache_dtype == dtype else torch.empty(1, **META)
+    rotary = qk_norm = None
+    if fused:
+        cos_sin = torch.empty(4096, head_size, dtype=dtype, **META)
+        rotary = Rotary(cos_sin, torch.empty(tokens, dtype=torch.int64, **META))
+        weights = torch.empty(2, head_size, dtype=dtype, **META)
+        qk_norm = QKNorm(weights[0], weights[1], 1e-6)
+    merged_attention(
+        torch.empty(tokens, num_heads, head_size, dtype=dtype, **META),
+        new[0],
+        new[1],
+        cache[:, 0],
+        cache[:, 1],
+        torch.empty(rows, 64, dtype=torch.int32, **META),
+        torch.empty(rows + 1, dtype=torch.int32, **META),
+        torch.empty(rows, dtype=torch.int32, **META),
+        torch.empty(tokens, dtype=torch.int64, **META),
+        max_query_len=query_len,
+        scale=head_size**-0.5,
+        k_scale=scale,
+        v_scale=scale,
+        rotary=rotary,
+        qk_norm=qk_norm,
+    )
+
+
+def head(rows: int) -> None:
+    """Launch `draft_head` at the size of Llama-70B."""
+    hidden = torch.empty(rows, 8192, dtype=torch.bfloat16, **META)
+    draft_head(hidden, torch.empty(128256, 8192, dtype=torch.bfloat16, **META))
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "decode": attention,
+    "decode_fused": partial(attention, fused=True),
+    "decode_fp8": partial(attention, cache_dtype=torch.float8_e4m3fn),
+    "decode_tp8": partial(attention, 8, 1),
+    "merged": partial(attention, query_len=4),
+    "draft_head_16": partial(head, 16),
+    "draft_head_128": partial(head, 128),
+    "draft_head_256": partial(head, 256),
+}
+
+
+def main() -> None:
+    """Print what the first kernel of each case needs, as JSON."""
+    needs = {}
+    for name, case in CASES.items():
+        with compiling_for(H200) as launched:
+            case()
+        ptx = launched[0].asm["ptx"]
+        needs[name] = usage(launched[0])._asdict() | {
+            "async_copies": len(re.findall(r"cp\.async\.cg.*, 0x10", ptx)),
+            "narrow_copies": len(re.findall(r"cp\.async\.ca", ptx)),
+            "wgmma": ptx.count("wgmma.mma_async"),
+        }
+    json.dump(needs, sys.stdout, indent=1)
+
+
+if __name__ == "__main__":
+    main()
