@@ -1,6 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Triton kernels for speculative parallelism: torch and triton only, no vLLM."""
 
+from spexis_kernels.absorb_and_select_rows import (
+    absorb_and_select_rows,
+    absorb_and_select_rows_reference,
+)
 from spexis_kernels.constants import (
     DRAFT,
     INVALID_TOKEN,
@@ -50,6 +54,8 @@ __all__ = [
     "Rotary",
     "Rows",
     "absorb",
+    "absorb_and_select_rows",
+    "absorb_and_select_rows_reference",
     "absorb_reference",
     "combine_draft_heads",
     "combine_draft_heads_reference",

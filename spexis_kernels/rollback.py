@@ -72,7 +72,7 @@ def _verify_kernel(
 
 
 @triton.jit
-def _absorb_rows(
+def absorb_rows(
     row,  # [BLOCK] int64
     num_rows,
     known_len_ptr,
@@ -122,7 +122,7 @@ def _absorb_kernel(
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    _absorb_rows(
+    absorb_rows(
         row,
         num_rows,
         known_len_ptr,

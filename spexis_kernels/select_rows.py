@@ -78,8 +78,8 @@ def _row_keys(
     return key + slot
 
 
-@triton.jit(do_not_specialize=["step", "num_rows", "num_slots"])
-def _select_rows_kernel(
+@triton.jit
+def choose_rows(
     # [num_slots] int32
     known_len_ptr,
     last_token_ptr,
@@ -107,6 +107,7 @@ def _select_rows_kernel(
     DEPTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    """All of `select_rows`, in one program."""
     row = tl.arange(0, BLOCK).to(tl.int64)
     # every key depends on loads of every slot, so the sort also separates the loads
     # above it from the stores below
@@ -152,6 +153,60 @@ def _select_rows_kernel(
     tl.store(draft_ptr + slot, _INVALID_TOKEN, mask=chosen)
 
 
+@triton.jit(do_not_specialize=["step", "num_rows", "num_slots"])
+def _select_rows_kernel(
+    # [num_slots] int32
+    known_len_ptr,
+    last_token_ptr,
+    generation_ptr,
+    head_ptr,
+    limit_ptr,
+    last_fed_ptr,
+    draft_ptr,
+    # [num_slots] float32
+    draft_confidence_ptr,
+    # [num_slots, DEPTH] int32
+    fed_ptr,
+    # [num_slots, DEPTH] float32
+    fed_confidence_ptr,
+    # [num_rows] int32, out
+    slots_ptr,
+    generations_ptr,
+    positions_ptr,
+    tokens_ptr,
+    kinds_ptr,
+    step,  # int32, or a pointer to one
+    num_slots,
+    num_rows,
+    STEP_ON_DEVICE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    choose_rows(
+        known_len_ptr,
+        last_token_ptr,
+        generation_ptr,
+        head_ptr,
+        limit_ptr,
+        last_fed_ptr,
+        draft_ptr,
+        draft_confidence_ptr,
+        fed_ptr,
+        fed_confidence_ptr,
+        slots_ptr,
+        generations_ptr,
+        positions_ptr,
+        tokens_ptr,
+        kinds_ptr,
+        step,
+        num_slots,
+        num_rows,
+        STEP_ON_DEVICE,
+        DEPTH,
+        BLOCK,
+    )
+
+
 @triton.jit(do_not_specialize=["num_rows"])
 def _store_drafts_kernel(
     # [num_slots] int32
@@ -187,7 +242,29 @@ def _store_drafts_kernel(
     tl.store(draft_confidence_ptr + slot, confidence, mask=kept)
 
 
-def _num_warps(block: int) -> int:
+def check_selection(
+    pool: RequestPool, num_rows: int, step: int | torch.Tensor, out: Rows | None
+) -> Rows:
+    """Raise ValueError unless these are as `select_rows` says; `out`, or a new one."""
+    num_slots = len(pool.head)
+    if num_rows < 0:
+        raise ValueError(f"num_rows must be >= 0, got {num_rows}")
+    if num_slots > MAX_SLOTS:
+        raise ValueError(f"pool must have at most {MAX_SLOTS} slots, got {num_slots}")
+    if isinstance(step, torch.Tensor):
+        check_vector("step", step, 1, torch.int32)
+    if out is None:
+        out = Rows(
+            *(
+                torch.empty(num_rows, dtype=torch.int32, device=pool.head.device)
+                for _ in Rows._fields
+            )
+        )
+    check_rows("out", out, num_rows)
+    return out
+
+
+def num_warps_of(block: int) -> int:
     """Warps of a program over `block` slots or rows: eight a thread, 16 at most."""
     return max(1, min(16, block // 256))
 
@@ -215,21 +292,7 @@ def select_rows(
         The rows in order of choice, then padding: slot PAD_SLOT_ID, generation 0,
         position 0, token INVALID_TOKEN, kind PAD.
     """
-    num_slots, depth = pool.fed.shape
-    if num_rows < 0:
-        raise ValueError(f"num_rows must be >= 0, got {num_rows}")
-    if num_slots > MAX_SLOTS:
-        raise ValueError(f"pool must have at most {MAX_SLOTS} slots, got {num_slots}")
-    if isinstance(step, torch.Tensor):
-        check_vector("step", step, 1, torch.int32)
-    if out is None:
-        out = Rows(
-            *(
-                torch.empty(num_rows, dtype=torch.int32, device=pool.head.device)
-                for _ in Rows._fields
-            )
-        )
-    check_rows("out", out, num_rows)
+    out = check_selection(pool, num_rows, step, out)
     if num_rows == 0:
         return out
     if not use_kernel(pool.head):
@@ -238,6 +301,7 @@ def select_rows(
             old.copy_(new)
         write_back(pool, changed)
         return out
+    num_slots, depth = pool.fed.shape
     block = triton.next_power_of_2(max(num_slots, num_rows, 2))
     _select_rows_kernel[(1,)](
         pool.known_len,
@@ -257,7 +321,7 @@ def select_rows(
         STEP_ON_DEVICE=isinstance(step, torch.Tensor),
         DEPTH=depth,
         BLOCK=block,
-        num_warps=_num_warps(block),
+        num_warps=num_warps_of(block),
     )
     return out
 
@@ -353,7 +417,7 @@ def store_drafts(
         confidence,
         num_rows,
         BLOCK=block,
-        num_warps=_num_warps(block),
+        num_warps=num_warps_of(block),
     )
 
 

@@ -12,6 +12,9 @@ FP32_REDUCTION = {"atol": 1e-5, "rtol": 1e-5}
 ATTENTION_CEILING = {"atol": 1.5e-2, "rtol": 1e-2}
 """Attention in fp16 or bf16, on top of flash_attention_bound."""
 
+FP8_CEILING = {"atol": 1.5e-1, "rtol": 0.0}
+"""Attention over an fp8 cache against the same over one in bf16."""
+
 LOGPROBS = {"atol": 1e-4, "rtol": 1e-4}
 """Log-probabilities after some layers in fp32, in batches of another shape."""
 
