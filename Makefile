@@ -3,13 +3,14 @@
 # make test    every test that needs no GPU
 # make fuzz    random requests for MINUTES=10 over STAGES="2 4" each; SEED=... repeats one
 # make bench-e2e  on a GPU: decode throughput of CASE=qwen3-32b or llama-8b into OUT=
+# make bench-kernels  on a GPU: the kernels beside their rivals, into RESULTS=
 # make lint    ruff, mypy, typos and the rules of the repository
 # make clean   remove what these leave behind, but for .venv
 #
 # All but the last set .venv up where it is missing or out of date, and need no network
 # afterwards. PYTHON=... chooses an interpreter, 3.11 or 3.12; otherwise one is found.
 
-.PHONY: demo test fuzz bench-e2e lint clean
+.PHONY: demo test fuzz bench-e2e bench-kernels lint clean
 
 PYTHON := python3 python3.12 python3.11
 # of make fuzz; a seed that was not given is a new one each time
@@ -19,6 +20,9 @@ SEED := $(shell date +%s)
 # of make bench-e2e; run it again where it was cut off, it goes on
 CASE := qwen3-32b
 OUT := bench/results/h200-halves
+# of make bench-kernels, which goes on where it was cut off too
+RESULTS := bench/results/h200
+GPU_PYTHON := python3
 SUITABLE := import ensurepip, sys, venv; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -38,6 +42,12 @@ fuzz: .venv/.installed
 bench-e2e: .venv/.installed
 	.venv/bin/python -m bench.e2e.decode_throughput --shape $(CASE) --out $(OUT)
 	.venv/bin/python -m bench.e2e.decode_report $(OUT)
+
+# with the Python of the GPU machine, which has no network to set .venv up
+bench-kernels:
+	$(GPU_PYTHON) -m pytest -c bench/kernels/pytest.ini --rootdir . \
+	    bench/kernels/bench_kernels.py --results "$(RESULTS)" \
+	    --benchmark-json="$(RESULTS)/../pytest_benchmark.json"
 
 lint: .venv/.installed
 	.venv/bin/ruff check .
