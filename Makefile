@@ -47,7 +47,7 @@ bench-e2e: .venv/.installed
 bench-kernels:
 	$(GPU_PYTHON) -m pytest -c bench/kernels/pytest.ini --rootdir . \
 	    bench/kernels/bench_kernels.py --results "$(RESULTS)" \
-	    --benchmark-json="$(RESULTS)/../pytest_benchmark.json"
+	    --benchmark-autosave --benchmark-storage=.benchmarks
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

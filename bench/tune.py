@@ -5,8 +5,8 @@
         --cases "64/8 x 8 x" "mixed" --out tune.json
 
 Every combination of the values given replaces those fields of the operation's settings,
-and is compared with no change. Prints microseconds, best first by geometric mean over the
-cases, and writes them as JSON. Cases are chosen by parts of their names.
+and is compared with no change. Prints microseconds, best first by geometric mean over
+the cases, and writes them as JSON. Cases are chosen by parts of their names.
 """
 
 import argparse

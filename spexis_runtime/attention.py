@@ -29,6 +29,8 @@ def _workspace(size: int, device: torch.device) -> torch.Tensor:
 
     Its size depends on no batch, so what a CUDA graph has recorded stays right.
     """
+    # zeros that are only recorded would not be there for launches outside the graph
+    assert device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
     return torch.zeros(size, dtype=torch.float32, device=device)
 
 
