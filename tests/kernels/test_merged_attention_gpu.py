@@ -5,6 +5,7 @@ import pytest
 import torch
 from attention_cases import FP8, MODELS, Case, assert_matches, bits, make_inputs, run
 
+from spexis_kernels._attention_settings import MAX_PROGRAMS
 from spexis_kernels.merged_attention import (
     merged_attention,
     merged_attention_workspace_size,
@@ -35,6 +36,22 @@ def test_graph_replays_on_new_data() -> None:
     graph.replay()
     assert torch.equal(out, expected)
     assert not out[0].any() and out[1].any()
+
+
+@pytest.mark.parametrize("rows, context", [(8, 512), (8, 2048), (128, 2048)])
+def test_runs_are_equal_to_the_bit(rows: int, context: int) -> None:
+    """Rows that many programs share, whichever arrives last, again and again."""
+    lens = torch.randint(context // 8, 2 * context, (rows,)).tolist()
+    case = Case([(1, n) for n in lens], 64, 8, 128, dtype=BF16, rotary_dim=128)
+    inputs = make_inputs(case, "cuda")
+    size = merged_attention_workspace_size(inputs.query, inputs.key_cache)
+    workspace = torch.zeros(size, device="cuda")
+    expected = run(merged_attention, inputs, workspace=workspace)
+    for _ in range(100):
+        out = torch.full_like(inputs.query, float("nan"))
+        run(merged_attention, inputs, out=out, workspace=workspace)
+        assert torch.equal(out, expected)
+    assert not workspace[:MAX_PROGRAMS].any()
 
 
 @pytest.mark.parametrize(
