@@ -16,6 +16,7 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command("demo", "answer prompts with speculation and without"),
+    "generate": Command("train.generate", "let a model answer prompts, for training"),
     "train adapter": Command("train.adapter", "train an exit adapter for a model"),
     "plan": Command("lookahead.plan", "predict the throughput of PP x TP x SP"),
     "simulate": Command("lookahead.simulate", "serve a load in the simulator"),

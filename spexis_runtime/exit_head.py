@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exit head: the adapter on stage 0, and the drafts it makes.
 
-    x = mlp(initial_layernorm(h)),  h = hidden_states + residual of the stage
-    x = x + self_attn(input_layernorm(x))
-    draft = argmax lm_head(post_attention_layernorm(x)), with the target's noise
+    h      = hidden_states + residual of the stage
+    x      = mlp(initial_layernorm(h))
+    x      = x + self_attn(input_layernorm(x))
+    draft  = argmax lm_head(post_attention_layernorm(x)), with the target's noise
 
-The paper's adapter (section 6). Its attention layer has KV of its own, in the same
-blocks as the target's, written for every token that passes stage 0.
+This is the paper's adapter (section 6); `adapter/` says what others may add. Attention
+layers have KV of their own, in the same blocks as the target's, written for every token
+that passes stage 0.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,7 +26,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 from vllm.model_executor.model_loader import get_model_loader
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
-from vllm.model_executor.models.llama import LlamaAttention
+from vllm.model_executor.models.llama import LlamaAttention, LlamaMLP
 from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.sequence import IntermediateTensors
@@ -37,44 +40,88 @@ from spexis_runtime.adapter.config import (
     load_adapter_config,
 )
 
+# vLLM keeps some projections of a layer in one parameter: name, its name there, place
+_SHARDS = (
+    ("q_proj", "qkv_proj", "q"),
+    ("k_proj", "qkv_proj", "k"),
+    ("v_proj", "qkv_proj", "v"),
+    ("gate_proj", "gate_up_proj", 0),
+    ("up_proj", "gate_up_proj", 1),
+)
+
 
 class Drafts(NamedTuple):
     """A draft for the position after each row."""
 
     tokens: torch.Tensor  # [num_rows] int32
-    confidence: torch.Tensor  # [num_rows] float32, in [0, 1]
+    confidence: torch.Tensor  # [num_rows] float32, in [0, 1], calibrated
+
+
+class ExitLayer(nn.Module):
+    """The target family's decoder layer, of "attention_only" adapters without MLP."""
+
+    def __init__(self, vllm_config: VllmConfig, adapter: AdapterConfig, number: int):
+        super().__init__()
+        hidden_size, eps = adapter.hidden_size, adapter.rms_norm_eps
+        self.input_layernorm = RMSNorm(hidden_size, eps=eps)
+        self.self_attn = _attention(vllm_config, adapter, number)
+        self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
+        self.mlp = (
+            LlamaMLP(hidden_size, adapter.intermediate_size, "silu")
+            if adapter.intermediate_size
+            else None
+        )
+
+    def forward(self, positions: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.self_attn(positions, self.input_layernorm(x))
+        y = self.post_attention_layernorm(x)
+        return y if self.mlp is None else x + self.mlp(y)
 
 
 class ExitHead(nn.Module):
-    """Runs as a forward hook of stage 0's model, so that CUDA graphs hold it too."""
+    """Runs in forward hooks of stage 0's model, so that CUDA graphs hold it too."""
 
     def __init__(self, vllm_config: VllmConfig, model: nn.Module, exit_model: str):
         super().__init__()
-        self.adapter = load_adapter_config(exit_model)
+        self.adapter = adapter = load_adapter_config(exit_model)
         hf_config = vllm_config.model_config.hf_config
-        hidden_size, eps = self.adapter.hidden_size, self.adapter.rms_norm_eps
-        self.initial_layernorm = RMSNorm(hidden_size, eps=eps)
-        self.mlp = ReplicatedLinear(
-            hidden_size, hidden_size, bias=self.adapter.mlp_bias
+        hidden_size, eps = adapter.hidden_size, adapter.rms_norm_eps
+        *inner, _ = adapter.feature_layers
+        self.initial_layernorm = nn.ModuleList(
+            RMSNorm(hidden_size, eps=eps) for _ in adapter.feature_layers
         )
-        self.input_layernorm = RMSNorm(hidden_size, eps=eps)
-        self.self_attn = _attention(vllm_config, self.adapter)
-        self.post_attention_layernorm = RMSNorm(hidden_size, eps=eps)
+        self.mlp = ReplicatedLinear(
+            hidden_size * len(adapter.feature_layers),
+            hidden_size,
+            bias=adapter.mlp_bias,
+        )
+        self.layers = nn.ModuleList(
+            ExitLayer(vllm_config, adapter, adapter.exit_layer + i)
+            for i in range(adapter.depth)
+        )
+        self.norm: nn.Module = nn.Identity()
+        if adapter.intermediate_size:
+            self.norm = RMSNorm(hidden_size, eps=eps)
         own_lm_head = _load_adapter(self, Path(exit_model) / WEIGHTS_FILE)
         if own_lm_head is None and hf_config.tie_word_embeddings:
             self.lm_head = model.model.embed_tokens
         else:
-            self.lm_head = ParallelLMHead(self.adapter.vocab_size, hidden_size)
+            self.lm_head = ParallelLMHead(adapter.vocab_size, hidden_size)
             weight = (
                 _target_lm_head(vllm_config) if own_lm_head is None else own_lm_head
             )
             self.lm_head.weight_loader(self.lm_head.weight, weight)
+        self.calibration = torch.tensor(adapter.calibration, dtype=torch.float32)
+        size = vllm_config.scheduler_config.max_num_batched_tokens, hidden_size
+        dtype = vllm_config.model_config.dtype
         # [max_num_tokens, hidden_size]: what the last forward left for the LM head
-        self.hidden_states = torch.empty(
-            vllm_config.scheduler_config.max_num_batched_tokens,
-            hidden_size,
-            dtype=vllm_config.model_config.dtype,
-        )
+        self.hidden_states = torch.empty(size, dtype=dtype)
+        # the same of each feature but the last, which is the stage's output
+        self.features = [torch.empty(size, dtype=dtype) for _ in inner]
+        for number, feature in zip(inner, self.features, strict=True):
+            model.model.layers[number].register_forward_pre_hook(
+                partial(_keep_stream, feature), with_kwargs=True
+            )
         process_weights_after_loading(
             self, vllm_config.model_config, self.hidden_states.device
         )
@@ -84,9 +131,15 @@ class ExitHead(nn.Module):
     ) -> None:
         """Forward hook: fill `hidden_states` from the stage's output, write the KV."""
         x = output["hidden_states"] + output["residual"]
-        x, _ = self.mlp(self.initial_layernorm(x))
-        x = x + self.self_attn(kwargs["positions"], self.input_layernorm(x))
-        self.hidden_states[: len(x)].copy_(self.post_attention_layernorm(x))
+        features = [*(feature[: len(x)] for feature in self.features), x]
+        normed = [
+            norm(feature)
+            for norm, feature in zip(self.initial_layernorm, features, strict=True)
+        ]
+        x, _ = self.mlp(normed[0] if len(normed) == 1 else torch.cat(normed, dim=-1))
+        for layer in self.layers:
+            x = layer(kwargs["positions"], x)
+        self.hidden_states[: len(x)].copy_(self.norm(x))
 
     def propose(
         self,
@@ -110,7 +163,30 @@ class ExitHead(nn.Module):
         )
         if get_tp_group().world_size > 1:
             head = combine_draft_heads(_of_all_shards(head))
-        return Drafts(head.token, head.confidence)
+        return Drafts(head.token, calibrated(head.confidence, self.calibration))
+
+
+def calibrated(confidence: torch.Tensor, calibration: torch.Tensor) -> torch.Tensor:
+    """The probability that a draft is right, [num_rows] float32.
+
+    Args:
+        confidence: [num_rows] float32, softmax probabilities.
+        calibration: [n + 1] float32, their calibrated values at 0, 1/n, ..., 1, linear
+            in between; empty: `confidence` itself is returned.
+    """
+    if not len(calibration):
+        return confidence
+    place = confidence * (len(calibration) - 1)
+    below = place.long().clamp(max=len(calibration) - 2)
+    return torch.lerp(calibration[below], calibration[below + 1], place - below)
+
+
+def _keep_stream(feature: torch.Tensor, layer: nn.Module, args: tuple, kwargs: dict):
+    """Pre-hook of a decoder layer: copy the residual stream that enters it."""
+    names = ("positions", "hidden_states", "residual")
+    inputs = dict(zip(names, args, strict=False)) | kwargs
+    x, residual = inputs["hidden_states"], inputs["residual"]
+    feature[: len(x)].copy_(x if residual is None else x + residual)
 
 
 def _of_all_shards(head: DraftHead) -> DraftHead:
@@ -126,10 +202,12 @@ def _of_all_shards(head: DraftHead) -> DraftHead:
     )
 
 
-def _attention(vllm_config: VllmConfig, adapter: AdapterConfig) -> nn.Module:
-    """The target family's attention, as layer number `exit_layer` of stage 0."""
+def _attention(
+    vllm_config: VllmConfig, adapter: AdapterConfig, number: int
+) -> nn.Module:
+    """The target family's attention, as layer `number` of stage 0."""
     config = vllm_config.model_config.hf_config
-    prefix = f"exit_head.layers.{adapter.exit_layer}.self_attn"
+    prefix = f"exit_head.layers.{number}.self_attn"
     common = dict(
         hidden_size=config.hidden_size,
         num_heads=config.num_attention_heads,
@@ -159,7 +237,6 @@ def _attention(vllm_config: VllmConfig, adapter: AdapterConfig) -> nn.Module:
 
 def _load_adapter(head: ExitHead, weights: Path) -> torch.Tensor | None:
     """Load the adapter's tensors into `head`; return its own LM head if it has one."""
-    layer = f"layers.{head.adapter.exit_layer}."
     parameters = dict(head.named_parameters())
     own_lm_head = None
     with safe_open(weights, framework="pt") as file:
@@ -167,16 +244,30 @@ def _load_adapter(head: ExitHead, weights: Path) -> torch.Tensor | None:
             tensor = file.get_tensor(name)
             if name == LM_HEAD:
                 own_lm_head = tensor
-                continue
-            name = name.removeprefix(layer)
-            shard: tuple[str, ...] = ()
-            for part in "qkv":
-                if f".{part}_proj." in name:
-                    name, shard = name.replace(f"{part}_proj", "qkv_proj"), (part,)
-            parameter = parameters[name]
-            loader = getattr(parameter, "weight_loader", default_weight_loader)
-            loader(parameter, tensor, *shard)
+            elif name == "initial_layernorm.weight":
+                for norm, weight in zip(
+                    head.initial_layernorm,
+                    tensor.chunk(len(head.initial_layernorm)),
+                    strict=True,
+                ):
+                    default_weight_loader(norm.weight, weight)
+            else:
+                name, shard = _place(name, head.adapter.exit_layer)
+                parameter = parameters[name]
+                loader = getattr(parameter, "weight_loader", default_weight_loader)
+                loader(parameter, tensor, *shard)
     return own_lm_head
+
+
+def _place(name: str, exit_layer: int) -> tuple[str, tuple[str | int, ...]]:
+    """Name of the parameter of `ExitHead` for a tensor of the file, and its shard."""
+    if name.startswith("layers."):
+        _, number, rest = name.split(".", 2)
+        name = f"layers.{int(number) - exit_layer}.{rest}"
+    for part, merged, shard in _SHARDS:
+        if f".{part}." in name:
+            return name.replace(part, merged), (shard,)
+    return name, ()
 
 
 def _target_lm_head(vllm_config: VllmConfig) -> torch.Tensor:

@@ -1,12 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The exit adapter's file format: a directory of `config.json`, `model.safetensors`.
 
-The adapter drafts from the residual stream h (hidden + residual) that leaves the
-first `exit_layer` decoder layers of a target model:
+The adapter drafts from the residual stream h_i (hidden + residual) that leaves the
+first i decoder layers of a target model, for each i of `feature_layers`; h_0 is the
+token embedding. The paper's (section 6), "attention_only", with one feature and layer:
 
     x      = mlp(initial_layernorm(h))
     x      = x + self_attn(input_layernorm(x))
     logits = lm_head(post_attention_layernorm(x))
+
+"full_block", with one feature or several and `depth` layers:
+
+    x      = mlp(concatenation of initial_layernorm_i(h_i))
+    x      = x + self_attn(input_layernorm(x))          in each
+    x      = x + mlp(post_attention_layernorm(x))       layer
+    logits = lm_head(norm(x))
+
+Either may have several features. `calibration` turns the softmax probability of a draft
+into the probability that it is right.
 
 `lm_head` is the target's own unless the adapter brings one. The rotary embedding,
 too, is the target's.

@@ -9,7 +9,7 @@ import os
 import shutil
 import struct
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     import torch
 
-FORMAT_VERSION = 1
-ARCHITECTURE = "attention_only"
+FORMAT_VERSION = 2
+ARCHITECTURES = ("attention_only", "full_block")
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
 CONFIG_FILE = "config.json"
 WEIGHTS_FILE = "model.safetensors"
 LM_HEAD = "lm_head.weight"  # optional: the target's LM head where absent
+INTERMEDIATE_MULTIPLE = 64  # so that tensor-parallel ranks can share it out
 
 _ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 # What must be equal in the adapter and in the model it is put on.
@@ -46,11 +47,18 @@ class AdapterConfig:
     """`config.json` of an adapter. Raises AdapterError for values that cannot be.
 
     Sizes are the target's, in elements; `exit_layer` counts the decoder layers that
-    run before the adapter, 1 .. num_hidden_layers - 1.
+    run before the adapter, 1 .. num_hidden_layers - 1. Of the adapter's own:
+
+    - `depth`: its layers. An "attention_only" adapter has one, without an MLP.
+    - `intermediate_size`: of the MLP of each layer; 0 where there is none.
+    - `feature_layers`: its inputs, as counts of decoder layers in rising order: 0 is
+      the token embedding. The last is `exit_layer`.
+    - `calibration`: probability that a draft is right at a softmax probability of
+      0, 1/n, ..., 1, linear in between; empty: the softmax probability itself.
     """
 
     format_version: int = FORMAT_VERSION
-    architecture: str = ARCHITECTURE
+    architecture: str = ARCHITECTURES[0]
     model_type: str
     hidden_size: int
     vocab_size: int
@@ -61,20 +69,17 @@ class AdapterConfig:
     head_dim: int
     rms_norm_eps: float
     mlp_bias: bool
+    depth: int = 1
+    intermediate_size: int = 0
+    feature_layers: tuple[int, ...]
+    calibration: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            value = getattr(self, field.name)
-            # `field.type` is the annotation's text; a bool does not pass for an int.
-            if type(value).__name__ != field.type:
-                raise AdapterError(
-                    f"adapter {field.name} must be of type {field.type}, got {value!r}"
-                )
-            if field.type in ("int", "float") and not value > 0:
-                raise AdapterError(f"adapter {field.name} must be > 0, got {value}")
+            self._check_type(field.name, str(field.type))
         for name, known in (
             ("format_version", (FORMAT_VERSION,)),
-            ("architecture", (ARCHITECTURE,)),
+            ("architecture", ARCHITECTURES),
             ("model_type", MODEL_TYPES),
         ):
             if getattr(self, name) not in known:
@@ -93,16 +98,85 @@ class AdapterConfig:
                 f"adapter exit_layer must be in 1..{self.num_hidden_layers - 1} for "
                 f"a model of {self.num_hidden_layers} layers, got {self.exit_layer}"
             )
+        self._check_architecture()
+        self._check_lists()
+
+    def _check_type(self, name: str, kind: str) -> None:
+        value = getattr(self, name)
+        if kind.startswith("tuple"):
+            element = kind.removeprefix("tuple[").removesuffix(", ...]")
+            if not isinstance(value, list | tuple) or any(
+                type(x).__name__ != element for x in value
+            ):
+                raise AdapterError(
+                    f"adapter {name} must be a list of {element}, got {value!r}"
+                )
+            object.__setattr__(self, name, tuple(value))  # JSON has lists
+            return
+        # `kind` is the annotation's text; a bool does not pass for an int.
+        if type(value).__name__ != kind:
+            raise AdapterError(f"adapter {name} must be of type {kind}, got {value!r}")
+        if kind in ("int", "float") and name != "intermediate_size" and not value > 0:
+            raise AdapterError(f"adapter {name} must be > 0, got {value}")
+
+    def _check_architecture(self) -> None:
+        if self.architecture == "attention_only":
+            for name, only in (("depth", 1), ("intermediate_size", 0)):
+                if (value := getattr(self, name)) != only:
+                    raise AdapterError(
+                        f"adapter {name} must be {only} for attention_only, got {value}"
+                    )
+        elif self.intermediate_size <= 0 or (
+            self.intermediate_size % INTERMEDIATE_MULTIPLE
+        ):
+            raise AdapterError(
+                f"adapter intermediate_size must be a multiple of "
+                f"{INTERMEDIATE_MULTIPLE}, got {self.intermediate_size}"
+            )
+
+    def _check_lists(self) -> None:
+        layers = self.feature_layers
+        if (
+            not layers
+            or list(layers) != sorted(set(layers))
+            or layers[0] < 0
+            or layers[-1] != self.exit_layer
+        ):
+            raise AdapterError(
+                f"adapter feature_layers must rise from 0 or more to exit_layer "
+                f"({self.exit_layer}), got {list(layers)}"
+            )
+        values = self.calibration
+        if values and (
+            len(values) < 2
+            or list(values) != sorted(values)
+            or not 0 <= values[0] <= values[-1] <= 1
+        ):
+            raise AdapterError(
+                f"adapter calibration must be two or more numbers that rise within "
+                f"0..1, got {list(values)}"
+            )
 
     @classmethod
     def for_model(
-        cls, hf_config: Any, exit_layer: int, *, mlp_bias: bool = True
+        cls,
+        hf_config: Any,
+        exit_layer: int,
+        *,
+        mlp_bias: bool = True,
+        depth: int = 1,
+        intermediate_size: int = 0,
+        feature_layers: Sequence[int] = (),
     ) -> AdapterConfig:
         """The adapter that fits a model, given its Hugging Face config.
+
+        With an `intermediate_size` it is a "full_block". Without `feature_layers` its
+        one input are the states after `exit_layer` layers.
 
         Raises AdapterError for a model type or an exit layer that cannot be.
         """
         return cls(
+            architecture=ARCHITECTURES[intermediate_size > 0],
             model_type=hf_config.model_type,
             hidden_size=hf_config.hidden_size,
             vocab_size=hf_config.vocab_size,
@@ -113,6 +187,9 @@ class AdapterConfig:
             head_dim=_head_dim(hf_config),
             rms_norm_eps=float(hf_config.rms_norm_eps),
             mlp_bias=mlp_bias,
+            depth=depth,
+            intermediate_size=intermediate_size,
+            feature_layers=tuple(feature_layers) or (exit_layer,),
         )
 
 
@@ -124,26 +201,36 @@ def expected_tensors(config: AdapterConfig) -> dict[str, tuple[int, ...]]:
     hidden, head_dim = config.hidden_size, config.head_dim
     q_rows = config.num_attention_heads * head_dim
     kv_rows = config.num_key_value_heads * head_dim
-    layer = f"layers.{config.exit_layer}."
-    attn = layer + "self_attn."
+    inputs = hidden * len(config.feature_layers)
     shapes: dict[str, tuple[int, ...]] = {
-        "initial_layernorm.weight": (hidden,),
-        "mlp.weight": (hidden, hidden),
-        layer + "input_layernorm.weight": (hidden,),
-        layer + "post_attention_layernorm.weight": (hidden,),
-        attn + "q_proj.weight": (q_rows, hidden),
-        attn + "k_proj.weight": (kv_rows, hidden),
-        attn + "v_proj.weight": (kv_rows, hidden),
-        attn + "o_proj.weight": (hidden, q_rows),
+        "initial_layernorm.weight": (inputs,),  # one norm after the other
+        "mlp.weight": (hidden, inputs),
     }
     if config.mlp_bias:
         shapes["mlp.bias"] = (hidden,)
-    if config.model_type == "qwen2":
-        for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
-            shapes[f"{attn}{name}_proj.bias"] = (rows,)
-    if config.model_type == "qwen3":
-        shapes[attn + "q_norm.weight"] = (head_dim,)
-        shapes[attn + "k_norm.weight"] = (head_dim,)
+    for number in range(config.exit_layer, config.exit_layer + config.depth):
+        layer = f"layers.{number}."
+        attn = layer + "self_attn."
+        shapes |= {
+            layer + "input_layernorm.weight": (hidden,),
+            layer + "post_attention_layernorm.weight": (hidden,),
+            attn + "q_proj.weight": (q_rows, hidden),
+            attn + "k_proj.weight": (kv_rows, hidden),
+            attn + "v_proj.weight": (kv_rows, hidden),
+            attn + "o_proj.weight": (hidden, q_rows),
+        }
+        if config.model_type == "qwen2":
+            for name, rows in (("q", q_rows), ("k", kv_rows), ("v", kv_rows)):
+                shapes[f"{attn}{name}_proj.bias"] = (rows,)
+        if config.model_type == "qwen3":
+            shapes[attn + "q_norm.weight"] = (head_dim,)
+            shapes[attn + "k_norm.weight"] = (head_dim,)
+        if size := config.intermediate_size:
+            shapes[layer + "mlp.gate_proj.weight"] = (size, hidden)
+            shapes[layer + "mlp.up_proj.weight"] = (size, hidden)
+            shapes[layer + "mlp.down_proj.weight"] = (hidden, size)
+    if config.intermediate_size:
+        shapes["norm.weight"] = (hidden,)
     return shapes
 
 
@@ -256,7 +343,7 @@ def save_adapter(
 
     Raises AdapterError when `path` exists or the tensors are not the expected ones.
     """
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     directory = Path(path)
     if directory.exists():
@@ -266,12 +353,12 @@ def save_adapter(
     scratch = Path(tempfile.mkdtemp(prefix=".adapter-", dir=directory.parent))
     try:
         scratch.chmod(0o755)  # mkdtemp's 0700 would hide it from other users
-        save_file(
+        # not save_file: it does not report every failed write
+        data = save(
             {name: t.detach().contiguous() for name, t in tensors.items()},
-            scratch / WEIGHTS_FILE,
             metadata={"format": "pt"},
         )
-        (scratch / WEIGHTS_FILE).chmod(0o644)  # safetensors makes it private
+        (scratch / WEIGHTS_FILE).write_bytes(data)
         (scratch / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
         scratch.rename(directory)
     finally:

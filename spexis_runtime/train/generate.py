@@ -1,158 +1,277 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The target model's own text, which adapters are trained on and measured by."""
+"""Let the target answer prompts, once; `train` and `eval` read the texts again.
+
+    spexis generate --model DIR --prompts FILE --out TEXTS
+        [--temperatures 0 0.7] [--self-prompts N] [--top-logits K]
+
+Each dialogue of the prompts is carried on turn by turn with the target's own answers,
+at each temperature; each answer becomes a text. The same command after a kill goes on
+with the next shard.
+"""
 
 from __future__ import annotations
 
-import os
+import argparse
+import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from tqdm import tqdm
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from spexis_runtime.train.prompts import Prompt, TrainError
+from spexis_runtime.train.arguments import count, natural, non_negative
+from spexis_runtime.train.engines import Engine, Request, make_engine
+from spexis_runtime.train.prompts import (
+    DEMO,
+    Prompt,
+    TrainError,
+    prompts_hash,
+    read_prompts,
+    write_text,
+)
+from spexis_runtime.train.target import end_tokens, load_config, load_tokenizer
+from spexis_runtime.train.texts import Text, TextStore
 
-MAX_ROWS = 4096  # bounds the memory for logits
-CPU_KV_BYTES = 1 << 30
-
-
-class Target(NamedTuple):
-    """A Hugging Face causal model, frozen, with its tokenizer."""
-
-    model: Any
-    tokenizer: Any
-
-    @property
-    def device(self) -> torch.device:
-        return self.model.device
-
-
-class Text(NamedTuple):
-    ids: list[int]  # prompt, then response (with its end token, if it came to one)
-    prompt_length: int
-    category: str
+SHARD_DIALOGUES = 2048
+SELF_PROMPTS_FILE = "self_prompts.jsonl"
+SELF_PROMPT_TOKENS = 96
+_MARK = "\x00"
 
 
-def load_config(path: str) -> Any:
-    """The model's Hugging Face config. Raises TrainError where there is none."""
-    if not (Path(path) / "config.json").is_file():
-        raise TrainError(f"model {path} has no config.json")
-    return AutoConfig.from_pretrained(path)
+class Dialogue(NamedTuple):
+    prompt: Prompt
+    temperature: float
+    seed: int
+    number: int  # of the prompt
 
 
-def load_target(path: str) -> Target:
-    """The model in directory `path`: bfloat16 on the GPU, or else float32 on CPU."""
-    load_config(path)
-    # A KV cache that grows at each step never fits the blocks that it has just freed,
-    # unless those can be joined.
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    cuda = torch.cuda.is_available()
-    model = AutoModelForCausalLM.from_pretrained(
-        path,
-        dtype=torch.bfloat16 if cuda else torch.float32,
-        attn_implementation="sdpa",
+def dialogues(
+    prompts: Sequence[Prompt], temperatures: Sequence[float], seed: int
+) -> list[Dialogue]:
+    """Each prompt at each temperature; a seed of its own for each."""
+    return [
+        Dialogue(prompt, temperature, (seed << 32) + i * len(prompts) + j, j)
+        for i, temperature in enumerate(temperatures)
+        for j, prompt in enumerate(prompts)
+    ]
+
+
+def encode(tokenizer: Any, messages: Sequence[str]) -> list[int]:
+    """Token ids of a dialogue, the user's turn first and last, ready for an answer."""
+    if not tokenizer.chat_template:
+        return tokenizer("\n".join(messages))["input_ids"]
+    return tokenizer.apply_chat_template(
+        [
+            {"role": ("user", "assistant")[i % 2], "content": message}
+            for i, message in enumerate(messages)
+        ],
+        add_generation_prompt=True,
+        return_dict=False,
     )
-    model.requires_grad_(False).eval()
-    return Target(
-        model.to("cuda" if cuda else "cpu"), AutoTokenizer.from_pretrained(path)
-    )
 
 
-def encode(target: Target, prompts: Sequence[Prompt], max_tokens: int) -> list[Text]:
-    """Prompts of at most `max_tokens` tokens, through the chat template if any.
-
-    Longer ones are left out. Raises TrainError when none is left.
-    """
-    texts = []
-    for prompt in prompts:
-        if target.tokenizer.chat_template:
-            ids = target.tokenizer.apply_chat_template(
-                [{"role": "user", "content": prompt.text}],
-                add_generation_prompt=True,
-                return_dict=False,
-            )
-        else:
-            ids = target.tokenizer(prompt.text)["input_ids"]
-        if 0 < len(ids) <= max_tokens:
-            texts.append(Text(ids, len(ids), prompt.category))
-    if not texts:
-        raise TrainError(f"every prompt is longer than {max_tokens} tokens, or empty")
-    return texts
-
-
-def generate(
-    target: Target,
-    prompts: Sequence[Text],
-    max_new_tokens: int,
+def answer(
+    engine: Engine,
+    tokenizer: Any,
+    ends: frozenset[int],
+    batch: Sequence[Dialogue],
     *,
-    temperature: float = 0.0,
+    max_prompt_tokens: int,
+    max_new_tokens: int,
+    top_logits: int = 0,
 ) -> list[Text]:
-    """`prompts` with the target's responses: greedy, or sampled at `temperature`.
+    """A text for each turn of each dialogue whose prompt is not too long, or empty.
 
-    Rows of like length share a batch, so the order differs from that of `prompts`.
+    A dialogue ends at the first turn that is too long.
     """
-    queue = sorted(prompts, key=lambda text: len(text.ids), reverse=True)
-    budget = _kv_budget(target)
     texts: list[Text] = []
-    with tqdm(total=len(queue), desc="generate", unit="prompt", mininterval=2) as bar:
-        while queue:
-            longest = len(queue[0].ids) + max_new_tokens
-            rows = min(MAX_ROWS, max(1, budget // longest))
-            batch, queue = queue[:rows], queue[rows:]
-            texts += _generate_batch(target, batch, max_new_tokens, temperature)
-            bar.update(len(batch))
+    going = [(dialogue, list(dialogue.prompt.turns[:1])) for dialogue in batch]
+    turn = 0
+    while going:
+        encoded = [(d, m, encode(tokenizer, m)) for d, m in going]
+        encoded = [x for x in encoded if 0 < len(x[2]) <= max_prompt_tokens]
+        # a seed of 64 bits: turn, then the dialogue's
+        requests = [
+            Request(ids, d.temperature, (turn << 48) + d.seed) for d, _, ids in encoded
+        ]
+        answers = engine.generate(requests, max_new_tokens, top_logits)
+        turn += 1
+        going = []
+        for (d, messages, ids), request, found in zip(
+            encoded, requests, answers, strict=True
+        ):
+            ended = found.ids[-1] in ends
+            texts.append(
+                Text(
+                    ids + found.ids,
+                    len(ids),
+                    d.number,
+                    d.prompt.category,
+                    request.seed,
+                    d.temperature,
+                    ended,
+                    found.labels,
+                )
+            )
+            if turn < len(d.prompt.turns):
+                said = tokenizer.decode(found.ids, skip_special_tokens=True)
+                going.append((d, [*messages, said, d.prompt.turns[turn]]))
     return texts
 
 
-@torch.inference_mode()
-def _generate_batch(
-    target: Target, batch: list[Text], max_new_tokens: int, temperature: float
-) -> list[Text]:
-    width = max(len(text.ids) for text in batch)
-    ends = _end_tokens(target)
-    pad = min(ends, default=0)
-    rows = [[pad] * (width - len(text.ids)) + text.ids for text in batch]
-    mask = [[0] * (width - len(text.ids)) + [1] * len(text.ids) for text in batch]
-    sampling: dict[str, Any] = {"do_sample": False}
-    if temperature > 0:
-        sampling = {"do_sample": True, "temperature": temperature}
-        sampling |= {"top_k": 0, "top_p": 1.0}
-    output = target.model.generate(
-        input_ids=torch.tensor(rows, device=target.device),
-        attention_mask=torch.tensor(mask, device=target.device),
-        max_new_tokens=max_new_tokens,
-        eos_token_id=sorted(ends) or None,
-        pad_token_id=pad,
-        repetition_penalty=1.0,
-        **sampling,
+def self_prompts(
+    engine: Engine, tokenizer: Any, ends: frozenset[int], number: int, seed: int
+) -> list[Prompt]:
+    """Prompts that the target itself says where a user's turn is expected.
+
+    Raises TrainError for a model without a chat template.
+    """
+    if not tokenizer.chat_template:
+        raise TrainError("self-prompts need a model with a chat template")
+    around = tokenizer.apply_chat_template(
+        [{"role": "user", "content": _MARK}], tokenize=False
     )
-    texts = []
-    for text, response in zip(batch, output[:, width:].tolist(), strict=True):
-        length = next((i + 1 for i, t in enumerate(response) if t in ends), None)
-        texts.append(text._replace(ids=text.ids + response[:length]))
-    return texts
+    start = tokenizer(around.split(_MARK)[0], add_special_tokens=False)["input_ids"]
+    if not start:
+        raise TrainError("self-prompts need a chat template that opens a user's turn")
+    requests = [Request(start, 1.0, -(seed << 32) - 1 - i) for i in range(number)]
+    answers = engine.generate(requests, SELF_PROMPT_TOKENS, 0)
+    said = [
+        tokenizer.decode(a.ids, skip_special_tokens=True).strip()
+        for a in answers
+        if a.ids[-1] in ends
+    ]
+    return [Prompt((text,), "self", "self") for text in dict.fromkeys(said) if text]
 
 
-def _end_tokens(target: Target) -> set[int]:
-    ends = target.model.generation_config.eos_token_id
-    if ends is None:
-        ends = target.tokenizer.eos_token_id
-    if ends is None:
-        return set()
-    return set(ends) if isinstance(ends, list) else {ends}
+def generate_texts(
+    model: str,
+    prompts: Sequence[Prompt],
+    out: Path,
+    *,
+    temperatures: Sequence[float] = (0.0,),
+    max_prompt_tokens: int = 2048,
+    max_new_tokens: int = 256,
+    num_self_prompts: int = 0,
+    top_logits: int = 0,
+    seed: int = 0,
+    engine: Engine | None = None,
+) -> TextStore:
+    """The texts in directory `out`, made as far as they are not there.
 
-
-def _kv_budget(target: Target) -> int:
-    """Tokens whose KV a batch may hold: a quarter of the GPU's free memory."""
-    config = target.model.config
-    head_dim = getattr(config, "head_dim", None) or (
-        config.hidden_size // config.num_attention_heads
+    Raises TrainError where `out` holds texts made from something else, or where every
+    prompt is too long.
+    """
+    hf_config, tokenizer = load_config(model), load_tokenizer(model)
+    total = (len(prompts) + num_self_prompts) * len(temperatures)
+    store = TextStore.create(
+        out,
+        {
+            "model": Path(model).name,
+            "vocab_size": hf_config.vocab_size,
+            "tokenizer": tokenizer_hash(tokenizer),
+            "prompts": prompts_hash(prompts),
+            "num_prompts": len(prompts),
+            "num_self_prompts": num_self_prompts,
+            "temperatures": list(temperatures),
+            "max_prompt_tokens": max_prompt_tokens,
+            "max_new_tokens": max_new_tokens,
+            "top_logits": top_logits,
+            "seed": seed,
+            "num_shards": -(-total // SHARD_DIALOGUES),
+        },
     )
-    per_token = 2 * config.num_hidden_layers * config.num_key_value_heads * head_dim
-    free = CPU_KV_BYTES
-    if target.device.type == "cuda":
-        torch.cuda.empty_cache()
-        free = torch.cuda.mem_get_info(target.device)[0] // 4
-    return free // (per_token * target.model.dtype.itemsize)
+    missing = store.missing_shards()
+    if not missing:
+        return store
+    engine = engine or make_engine(
+        model, max_prompt_tokens + max_new_tokens, top_logits
+    )
+    ends = end_tokens(model, tokenizer)
+    every = list(prompts)
+    if num_self_prompts:
+        file = out / SELF_PROMPTS_FILE
+        if not file.exists():
+            own = self_prompts(engine, tokenizer, ends, num_self_prompts, seed)
+            lines = [json.dumps(p._asdict()) + "\n" for p in own]
+            write_text(file, "".join(lines))
+        every += read_prompts(str(file)) if file.stat().st_size else []
+    queue = dialogues(every, temperatures, seed)
+    with tqdm(total=len(missing), desc="generate", unit="shard") as bar:
+        for index in missing:
+            # every num_shards-th: shards alike, so that the bar tells the time
+            texts = answer(
+                engine,
+                tokenizer,
+                ends,
+                queue[index :: store.num_shards],
+                max_prompt_tokens=max_prompt_tokens,
+                max_new_tokens=max_new_tokens,
+                top_logits=top_logits,
+            )
+            if not texts:
+                raise TrainError(
+                    f"every prompt is longer than {max_prompt_tokens} tokens, or empty"
+                )
+            store.write_shard(index, texts)
+            bar.update()
+    return store
+
+
+def tokenizer_hash(tokenizer: Any) -> str:
+    """Differs where the same text may become other tokens."""
+    sample = "Spexis 0123456789: Ünïcödé, tabs\\tand\\nlines; def f(x): return x**2"
+    return f"{len(tokenizer)}:{tokenizer(sample)['input_ids']}"
+
+
+def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--max-prompt-tokens", type=count, default=2048, help="leave out longer ones")
+    add("--max-new-tokens", type=count, default=256, help="length of the answers")
+    add(
+        "--temperatures",
+        type=non_negative,
+        nargs="+",
+        default=[0.0, 0.7],
+        help="an answer at each; 0 is greedy",
+    )
+    add("--self-prompts", type=natural, default=0, help="prompts of its own, too")
+    add("--top-logits", type=natural, default=0, help="labels to record at each token")
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="spexis generate",
+        description="Let a model answer prompts, once, for training and evaluation.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    add = parser.add_argument
+    add("--model", required=True, help="Hugging Face directory")
+    add("--prompts", required=True, help=f'.jsonl or .json file, or "{DEMO}"')
+    add("--limit", type=count, help="use the first prompts only")
+    add("--out", type=Path, required=True, help="directory of the texts")
+    add("--seed", type=natural, default=0, help="of the sampling")
+    add_generation_arguments(parser)
+    args = parser.parse_args(argv)
+    try:
+        store = generate_texts(
+            args.model,
+            read_prompts(args.prompts, args.limit),
+            args.out,
+            temperatures=args.temperatures,
+            max_prompt_tokens=args.max_prompt_tokens,
+            max_new_tokens=args.max_new_tokens,
+            num_self_prompts=args.self_prompts,
+            top_logits=args.top_logits,
+            seed=args.seed,
+        )
+    except (TrainError, OSError) as error:
+        sys.exit(f"error: {error}")
+    texts = list(store.texts())
+    tokens = sum(len(text.response) for text in texts)
+    print(f"{len(texts)} texts of {tokens} tokens in {args.out}")
+
+
+if __name__ == "__main__":
+    main()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +17,17 @@ from spexis_runtime.adapter import (
 
 
 class RMSNorm(nn.Module):
-    def __init__(self, size: int, eps: float) -> None:
+    """Of each of `parts` vectors of `size` elements, one after the other."""
+
+    def __init__(self, size: int, eps: float, parts: int = 1) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(parts * size))
+        self.size, self.eps = size, eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = x.float()
+        y = x.float().unflatten(-1, (-1, self.size))
         y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + self.eps)
-        return self.weight * y.to(x.dtype)
+        return self.weight * y.flatten(-2).to(x.dtype)
 
 
 class Attention(nn.Module):
@@ -73,18 +74,34 @@ def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tens
     return (x * cos[:, None] + turned * sin[:, None]).to(x.dtype)
 
 
+class MLP(nn.Module):
+    """SwiGLU, as in Llama, Qwen2 and Qwen3."""
+
+    def __init__(self, config: AdapterConfig) -> None:
+        super().__init__()
+        hidden, size = config.hidden_size, config.intermediate_size
+        self.gate_proj = nn.Linear(hidden, size, bias=False)
+        self.up_proj = nn.Linear(hidden, size, bias=False)
+        self.down_proj = nn.Linear(size, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
 class Layer(nn.Module):
     def __init__(self, config: AdapterConfig) -> None:
         super().__init__()
         self.self_attn = Attention(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config) if config.intermediate_size else None
 
     def forward(
         self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         x = x + self.self_attn(self.input_layernorm(x), cos, sin)
-        return self.post_attention_layernorm(x)
+        y = self.post_attention_layernorm(x)
+        return y if self.mlp is None else x + self.mlp(y)
 
 
 class ExitAdapter(nn.Module):
@@ -96,25 +113,32 @@ class ExitAdapter(nn.Module):
     def __init__(self, config: AdapterConfig, *, own_lm_head: bool = False) -> None:
         super().__init__()
         self.config = config
-        hidden = config.hidden_size
-        self.initial_layernorm = RMSNorm(hidden, config.rms_norm_eps)
-        self.mlp = nn.Linear(hidden, hidden, bias=config.mlp_bias)
-        self.layers = nn.ModuleDict({str(config.exit_layer): Layer(config)})
+        hidden, eps = config.hidden_size, config.rms_norm_eps
+        inputs = hidden * len(config.feature_layers)
+        self.initial_layernorm = RMSNorm(hidden, eps, parts=len(config.feature_layers))
+        self.mlp = nn.Linear(inputs, hidden, bias=config.mlp_bias)
+        self.layers = nn.ModuleDict(
+            {str(config.exit_layer + i): Layer(config) for i in range(config.depth)}
+        )
+        if config.intermediate_size:  # else the layer's own last norm is the last
+            self.norm = RMSNorm(hidden, eps)
         self.lm_head = (
             nn.Linear(hidden, config.vocab_size, bias=False) if own_lm_head else None
         )
 
     def forward(
-        self, hidden: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+        self, features: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
     ) -> torch.Tensor:
         """Normed states [batch, length, hidden_size], ready for the LM head.
 
-        `hidden` [batch, length, hidden_size]: hidden + residual after `exit_layer`
-        layers, of positions 0 .. length-1; `cos`, `sin` [1, length, head_dim] of the
-        target's rotary embedding there.
+        `features` [batch, length, len(feature_layers) * hidden_size]: hidden + residual
+        after each of `feature_layers`, of positions 0 .. length-1; `cos`, `sin`
+        [1, length, head_dim] of the target's rotary embedding there.
         """
-        x = self.mlp(self.initial_layernorm(hidden))
-        return self.layers[str(self.config.exit_layer)](x, cos, sin)
+        x = self.mlp(self.initial_layernorm(features))
+        for layer in self.layers.values():
+            x = layer(x, cos, sin)
+        return self.norm(x) if self.config.intermediate_size else x
 
     def logits(self, x: torch.Tensor, target_head: torch.Tensor) -> torch.Tensor:
         """float32 logits [..., vocab_size]; `target_head` [vocab_size, hidden_size]."""
@@ -122,24 +146,33 @@ class ExitAdapter(nn.Module):
         return (x.to(head.dtype) @ head.T).float()
 
     @classmethod
-    def from_target(cls, config: AdapterConfig, model: Any) -> ExitAdapter:
-        """A float32 adapter to start training from, on the model's device.
+    def from_target(
+        cls, config: AdapterConfig, layer: nn.Module, norm: nn.Module
+    ) -> ExitAdapter:
+        """A float32 adapter to start training from, on the device of `layer`.
 
-        `mlp` is the identity; attention and norms are those of the last layer, but
-        attention adds nothing at first: its output suits the last layer's residual,
-        which is far larger than a normed state, and would drown it.
+        `mlp` passes the exit layer's states on; attention and norms are those of
+        `layer`, a decoder layer of the target, and of `norm`, the target's last.
+        Attention and MLPs add nothing at first: a decoder layer's output suits its
+        residual, which is far larger than a normed state, and would drown it.
         """
         adapter = cls(config)
-        nn.init.eye_(adapter.mlp.weight)
-        if config.mlp_bias:
-            nn.init.zeros_(adapter.mlp.bias)
-        layer = adapter.layers[str(config.exit_layer)]
-        last = model.model.layers[-1]
-        layer.self_attn.load_state_dict(last.self_attn.state_dict())
-        nn.init.zeros_(layer.self_attn.o_proj.weight)
-        layer.input_layernorm.load_state_dict(last.input_layernorm.state_dict())
-        layer.post_attention_layernorm.load_state_dict(model.model.norm.state_dict())
-        return adapter.to(model.device)
+        with torch.no_grad():
+            adapter.mlp.weight.zero_()
+            nn.init.eye_(adapter.mlp.weight[:, -config.hidden_size :])
+            if config.mlp_bias:
+                adapter.mlp.bias.zero_()
+        for own in adapter.layers.values():
+            own.self_attn.load_state_dict(layer.self_attn.state_dict())
+            nn.init.zeros_(own.self_attn.o_proj.weight)
+            own.input_layernorm.load_state_dict(layer.input_layernorm.state_dict())
+            if own.mlp is not None:
+                nn.init.zeros_(own.mlp.down_proj.weight)
+        last = (
+            adapter.norm if config.intermediate_size else own.post_attention_layernorm
+        )
+        last.load_state_dict(norm.state_dict())
+        return adapter.to(norm.weight.device)
 
     @classmethod
     def load(cls, path: str | Path) -> ExitAdapter:

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,20 +20,20 @@ class TrainError(ValueError):
 
 
 class Prompt(NamedTuple):
-    text: str
+    turns: tuple[str, ...]  # of the user, in one dialogue
     source: str = ""
     category: str = ""
 
 
 def read_prompts(path: str, limit: int | None = None) -> list[Prompt]:
-    """The first `limit` prompts of a set; for a dialogue, its first user turn.
+    """The first `limit` prompts of a set.
 
     `path` is "demo", or a .jsonl file with an object a line ("turns": [str, ...], and
     optionally "source" and "category"), or a .json file with a list of strings. Raises
     TrainError for a file that is missing, empty or not of this form.
     """
     if path == DEMO:
-        return [Prompt(text, source=DEMO) for text in DEMO_PROMPTS[:limit]]
+        return [Prompt((text,), source=DEMO) for text in DEMO_PROMPTS[:limit]]
     try:
         content = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -62,11 +65,31 @@ def _parse(text: str, where: str) -> Any:
 def _from_string(record: Any, where: str) -> Prompt:
     if not isinstance(record, str):
         raise TrainError(f"{where}: must be a string, got {record!r:.40}")
-    return Prompt(record)
+    return Prompt((record,))
 
 
 def _from_record(record: Any, where: str) -> Prompt:
     turns = record.get("turns") if isinstance(record, dict) else None
-    if not isinstance(turns, list) or not turns or not isinstance(turns[0], str):
+    if (
+        not isinstance(turns, list)
+        or not turns
+        or not all(isinstance(turn, str) for turn in turns)
+    ):
         raise TrainError(f'{where}: must be an object with "turns": [str, ...]')
-    return Prompt(turns[0], record.get("source", ""), record.get("category", ""))
+    return Prompt(tuple(turns), record.get("source", ""), record.get("category", ""))
+
+
+def prompts_hash(prompts: Sequence[Prompt]) -> str:
+    """SHA-256 of what `read_prompts` returned."""
+    return hashlib.sha256(json.dumps(prompts).encode()).hexdigest()
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace the file at `path` as a whole."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        scratch.write_text(text, encoding="utf-8")
+        scratch.replace(path)
+    finally:
+        scratch.unlink(missing_ok=True)

@@ -55,10 +55,14 @@ def make_model(family: str, directory: Path, **options: Any) -> Path:
     return path
 
 
-def make_adapter(model: Path, exit_layer: int, directory: Path) -> Path:
-    """Write an untrained adapter for `model` and return its directory."""
+def make_adapter(model: Path, exit_layer: int, directory: Path, **options: Any) -> Path:
+    """Write an untrained adapter for `model` and return its directory.
+
+    Args:
+        options: of `AdapterConfig.for_model`.
+    """
     hf_config = transformers.AutoConfig.from_pretrained(model)
-    config = AdapterConfig.for_model(hf_config, exit_layer)
+    config = AdapterConfig.for_model(hf_config, exit_layer, **options)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         name: torch.ones(shape)

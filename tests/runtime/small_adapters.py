@@ -20,10 +20,19 @@ LLAMA = AdapterConfig(
     head_dim=8,
     rms_norm_eps=1e-5,
     mlp_bias=True,
+    feature_layers=(2,),
 )
 CONFIGS = {name: replace(LLAMA, model_type=name) for name in ("llama", "qwen2")}
 # As in Qwen3, heads * head_dim need not be the hidden size.
 CONFIGS["qwen3"] = replace(LLAMA, model_type="qwen3", head_dim=16, mlp_bias=False)
+CONFIGS["full_block"] = replace(
+    LLAMA,
+    architecture="full_block",
+    depth=2,
+    intermediate_size=64,
+    feature_layers=(0, 1, 2),
+    calibration=(0.1, 0.2, 0.9),
+)
 
 
 def random_tensors(

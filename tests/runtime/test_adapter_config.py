@@ -83,6 +83,16 @@ def test_layout() -> None:
     assert qwen3["layers.2.self_attn.q_norm.weight"] == (16,)
     assert qwen3["layers.2.self_attn.k_norm.weight"] == (16,)
     assert qwen3["layers.2.self_attn.o_proj.weight"] == (32, 64)
+    block = expected_tensors(CONFIGS["full_block"])
+    assert block["initial_layernorm.weight"] == (96,)
+    assert block["mlp.weight"] == (32, 96)
+    assert block["norm.weight"] == (32,)
+    for layer in ("layers.2.", "layers.3."):
+        assert block[layer + "mlp.gate_proj.weight"] == (64, 32)
+        assert block[layer + "mlp.up_proj.weight"] == (64, 32)
+        assert block[layer + "mlp.down_proj.weight"] == (32, 64)
+        assert block[layer + "self_attn.k_proj.weight"] == (16, 32)
+    assert len(block) == 4 + 2 * 9
 
 
 def test_missing_directory_and_files(tmp_path: Path, adapter: Path) -> None:
@@ -102,7 +112,7 @@ def test_missing_directory_and_files(tmp_path: Path, adapter: Path) -> None:
         (b"{", "config.json is not valid JSON: Expecting property name"),
         (b"\xff", "config.json is not valid JSON: 'utf-8' codec can't decode"),
         (b"[1]", "config.json must hold a JSON object, got [1]"),
-        (b"{}", "config.json lacks architecture, exit_layer, format_version,"),
+        (b"{}", "config.json lacks architecture, calibration, depth, exit_layer,"),
     ],
 )
 def test_broken_config_file(adapter: Path, text: bytes, line: str) -> None:
@@ -115,11 +125,34 @@ def test_broken_config_file(adapter: Path, text: bytes, line: str) -> None:
     ("change", "line"),
     [
         ({"dropout": 0.1}, "config.json has unknown keys: dropout"),
-        ({"format_version": 2}, "adapter format_version must be one of 1, got 2"),
+        ({"format_version": 1}, "adapter format_version must be one of 2, got 1"),
+        (
+            {"architecture": "mlp_only"},
+            "adapter architecture must be one of attention_only, full_block, got",
+        ),
+        ({"depth": 2}, "adapter depth must be 1 for attention_only, got 2"),
+        (
+            {"intermediate_size": 64},
+            "adapter intermediate_size must be 0 for attention_only, got 64",
+        ),
+        (
+            {"architecture": "full_block", "intermediate_size": 65},
+            "adapter intermediate_size must be a multiple of 64, got 65",
+        ),
         (
             {"architecture": "full_block"},
-            "adapter architecture must be one of attention_only, got 'full_block'",
+            "adapter intermediate_size must be a multiple of 64, got 0",
         ),
+        ({"feature_layers": 2}, "adapter feature_layers must be a list of int, got 2"),
+        ({"feature_layers": [True]}, "feature_layers must be a list of int, got [True"),
+        ({"feature_layers": []}, "feature_layers must rise from 0 or more to exit_la"),
+        ({"feature_layers": [1]}, "must rise from 0 or more to exit_layer (2), got [1"),
+        ({"feature_layers": [1, 1, 2]}, "feature_layers must rise from 0 or more to"),
+        ({"feature_layers": [-1, 2]}, "feature_layers must rise from 0 or more to"),
+        ({"calibration": [0.5]}, "calibration must be two or more numbers that rise"),
+        ({"calibration": [0.5, 0.4]}, "calibration must be two or more numbers that"),
+        ({"calibration": [0.5, 1.1]}, "calibration must be two or more numbers that"),
+        ({"calibration": [0, 1]}, "calibration must be a list of float, got [0, 1]"),
         (
             {"model_type": "gpt2"},
             "adapter model_type must be one of llama, qwen2, qwen3, got 'gpt2'",
@@ -216,12 +249,16 @@ def test_failed_save_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize("config", CONFIGS.values(), ids=CONFIGS.keys())
 def test_matches_its_model(config: AdapterConfig) -> None:
     check_adapter_matches(config, hf_config(config))
-    assert (
-        AdapterConfig.for_model(
-            hf_config(config), config.exit_layer, mlp_bias=config.mlp_bias
-        )
-        == config
+    made = AdapterConfig.for_model(
+        hf_config(config),
+        config.exit_layer,
+        mlp_bias=config.mlp_bias,
+        depth=config.depth,
+        intermediate_size=config.intermediate_size,
+        feature_layers=config.feature_layers,
     )
+    assert made == replace(config, calibration=())
+    assert AdapterConfig.for_model(hf_config(config), 1).feature_layers == (1,)
 
 
 def test_model_without_head_dim() -> None:
