@@ -20,7 +20,9 @@ COMMANDS = {
     "train adapter": Command("train.adapter", "train an exit adapter for a model"),
     "plan": Command("lookahead.plan", "predict the throughput of PP x TP x SP"),
     "simulate": Command("lookahead.simulate", "serve a load in the simulator"),
+    "train length": Command("train.length", "train a length predictor for a model"),
     "eval adapter": Command("train.evaluate", "measure an exit adapter"),
+    "eval length": Command("train.evaluate_length", "measure a length predictor"),
 }
 
 

@@ -33,12 +33,8 @@ from vllm.sequence import IntermediateTensors
 
 from spexis_kernels import DraftHead, combine_draft_heads, draft_head
 from spexis_kernels.pool import Rows
-from spexis_runtime.adapter.config import (
-    LM_HEAD,
-    WEIGHTS_FILE,
-    AdapterConfig,
-    load_adapter_config,
-)
+from spexis_runtime.adapter.config import LM_HEAD, AdapterConfig, load_adapter_config
+from spexis_runtime.adapter.files import WEIGHTS_FILE
 
 # vLLM keeps some projections of a layer in one parameter: name, its name there, place
 _SHARDS = (

@@ -27,13 +27,12 @@ from spexis_runtime.adapter.config import (
     LM_HEAD,
     MODEL_TYPES,
     AdapterConfig,
-    AdapterError,
     check_adapter_matches,
     expected_tensors,
     load_adapter_config,
-    read_tensor_shapes,
     save_adapter,
 )
+from spexis_runtime.adapter.files import AdapterError, read_tensor_shapes
 
 __all__ = [
     "LM_HEAD",

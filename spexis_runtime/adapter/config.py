@@ -3,16 +3,20 @@
 
 from __future__ import annotations
 
-import json
-import math
 import os
-import shutil
-import struct
-import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from spexis_runtime.adapter.files import (
+    AdapterError,
+    check_shapes,
+    check_types,
+    read_config,
+    read_tensor_shapes,
+    write_directory,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -20,12 +24,9 @@ if TYPE_CHECKING:
 FORMAT_VERSION = 2
 ARCHITECTURES = ("attention_only", "full_block")
 MODEL_TYPES = ("llama", "qwen2", "qwen3")
-CONFIG_FILE = "config.json"
-WEIGHTS_FILE = "model.safetensors"
 LM_HEAD = "lm_head.weight"  # optional: the target's LM head where absent
 INTERMEDIATE_MULTIPLE = 64  # so that tensor-parallel ranks can share it out
 
-_ELEMENT_BYTES = {"F32": 4, "F16": 2, "BF16": 2}
 # What must be equal in the adapter and in the model it is put on.
 _GEOMETRY = (
     "model_type",
@@ -36,10 +37,6 @@ _GEOMETRY = (
     "num_key_value_heads",
     "head_dim",
 )
-
-
-class AdapterError(ValueError):
-    """An adapter that cannot be used; the message is one line and says why."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,8 +72,7 @@ class AdapterConfig:
     calibration: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            self._check_type(field.name, str(field.type))
+        check_types(self, "adapter", zero=("intermediate_size",))
         for name, known in (
             ("format_version", (FORMAT_VERSION,)),
             ("architecture", ARCHITECTURES),
@@ -100,24 +96,6 @@ class AdapterConfig:
             )
         self._check_architecture()
         self._check_lists()
-
-    def _check_type(self, name: str, kind: str) -> None:
-        value = getattr(self, name)
-        if kind.startswith("tuple"):
-            element = kind.removeprefix("tuple[").removesuffix(", ...]")
-            if not isinstance(value, list | tuple) or any(
-                type(x).__name__ != element for x in value
-            ):
-                raise AdapterError(
-                    f"adapter {name} must be a list of {element}, got {value!r}"
-                )
-            object.__setattr__(self, name, tuple(value))  # JSON has lists
-            return
-        # `kind` is the annotation's text; a bool does not pass for an int.
-        if type(value).__name__ != kind:
-            raise AdapterError(f"adapter {name} must be of type {kind}, got {value!r}")
-        if kind in ("int", "float") and name != "intermediate_size" and not value > 0:
-            raise AdapterError(f"adapter {name} must be > 0, got {value}")
 
     def _check_architecture(self) -> None:
         if self.architecture == "attention_only":
@@ -241,79 +219,12 @@ def load_adapter_config(path: str | os.PathLike[str]) -> AdapterConfig:
     broken, cut short, of another format, or has not exactly the expected tensors.
     """
     directory = Path(path)
-    if not directory.is_dir():
-        raise AdapterError(f"adapter {directory} is not a directory")
-    file = directory / CONFIG_FILE
+    config = read_config(directory, AdapterConfig, "adapter")
     try:
-        data = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise AdapterError(f"adapter {directory} has no {CONFIG_FILE}") from None
-    except ValueError as error:  # not JSON, or not UTF-8
-        raise AdapterError(f"{file} is not valid JSON: {error}") from None
-    if not isinstance(data, dict):
-        raise AdapterError(f"{file} must hold a JSON object, got {data!r}")
-    names = {field.name for field in fields(AdapterConfig)}
-    if missing := sorted(names - data.keys()):
-        raise AdapterError(f"{file} lacks {', '.join(missing)}")
-    if unknown := sorted(data.keys() - names):
-        raise AdapterError(f"{file} has unknown keys: {', '.join(unknown)}")
-    try:
-        config = AdapterConfig(**data)
         _check_shapes(config, read_tensor_shapes(directory))
     except AdapterError as error:
         raise AdapterError(f"{directory}: {error}") from None
     return config
-
-
-def read_tensor_shapes(path: str | os.PathLike[str]) -> dict[str, tuple[int, ...]]:
-    """Name -> shape of the tensors in the adapter directory `path`, by file header.
-
-    Raises AdapterError for a missing, damaged or truncated file and for element types
-    other than float32, float16 and bfloat16.
-    """
-    file = Path(path) / WEIGHTS_FILE
-    try:
-        with file.open("rb") as stream:
-            size = os.fstat(stream.fileno()).st_size
-            prefix = stream.read(8)
-            length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-            if 8 + length > size:
-                raise AdapterError(f"{WEIGHTS_FILE} is truncated: {size} bytes")
-            header = json.loads(stream.read(length))
-    except FileNotFoundError:
-        raise AdapterError(f"{WEIGHTS_FILE} is missing") from None
-    except ValueError as error:
-        if isinstance(error, AdapterError):
-            raise
-        raise AdapterError(f"{WEIGHTS_FILE} has a damaged header: {error}") from None
-    shapes = {}
-    end = 0
-    try:
-        for name, entry in header.items():
-            if name == "__metadata__":
-                continue
-            if entry["dtype"] not in _ELEMENT_BYTES:
-                raise AdapterError(
-                    f"{WEIGHTS_FILE}: {name} must be one of "
-                    f"{', '.join(_ELEMENT_BYTES)}, got {entry['dtype']}"
-                )
-            shape = tuple(entry["shape"])
-            first, last = entry["data_offsets"]
-            if last - first != math.prod(shape) * _ELEMENT_BYTES[entry["dtype"]]:
-                raise AdapterError(
-                    f"{WEIGHTS_FILE}: {name} of shape {shape} {entry['dtype']} "
-                    f"cannot take {last - first} bytes"
-                )
-            shapes[name] = shape
-            end = max(end, last)
-    except (AttributeError, KeyError, TypeError) as error:
-        raise AdapterError(f"{WEIGHTS_FILE} has a damaged header: {error!r}") from None
-    if size != 8 + length + end:
-        raise AdapterError(
-            f"{WEIGHTS_FILE} is truncated: {size} bytes, its header says "
-            f"{8 + length + end}"
-        )
-    return shapes
 
 
 def check_adapter_matches(config: AdapterConfig, hf_config: Any) -> None:
@@ -343,27 +254,10 @@ def save_adapter(
 
     Raises AdapterError when `path` exists or the tensors are not the expected ones.
     """
-    from safetensors.torch import save
-
-    directory = Path(path)
-    if directory.exists():
-        raise AdapterError(f"{directory} already exists")
+    if Path(path).exists():
+        raise AdapterError(f"{path} already exists")
     _check_shapes(config, {name: tuple(t.shape) for name, t in tensors.items()})
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=".adapter-", dir=directory.parent))
-    try:
-        scratch.chmod(0o755)  # mkdtemp's 0700 would hide it from other users
-        # not save_file: it does not report every failed write
-        data = save(
-            {name: t.detach().contiguous() for name, t in tensors.items()},
-            metadata={"format": "pt"},
-        )
-        (scratch / WEIGHTS_FILE).write_bytes(data)
-        (scratch / CONFIG_FILE).write_text(json.dumps(asdict(config), indent=2) + "\n")
-        scratch.rename(directory)
-    finally:
-        shutil.rmtree(scratch, ignore_errors=True)
-    return directory
+    return write_directory(Path(path), config, tensors)
 
 
 def _head_dim(hf_config: Any) -> int:
@@ -376,12 +270,6 @@ def _head_dim(hf_config: Any) -> int:
 
 def _check_shapes(config: AdapterConfig, shapes: Mapping[str, tuple[int, ...]]) -> None:
     expected = expected_tensors(config)
-    if missing := sorted(expected.keys() - shapes.keys()):
-        raise AdapterError(f"the weights lack {', '.join(missing)}")
     if LM_HEAD in shapes:
         expected[LM_HEAD] = (config.vocab_size, config.hidden_size)
-    if unknown := sorted(shapes.keys() - expected.keys()):
-        raise AdapterError(f"the weights have unknown tensors: {', '.join(unknown)}")
-    for name, shape in expected.items():
-        if shapes[name] != shape:
-            raise AdapterError(f"{name} must be {shape}, got {shapes[name]}")
+    check_shapes(expected, shapes)

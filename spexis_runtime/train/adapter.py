@@ -41,8 +41,8 @@ from spexis_runtime.train.estimate import (
 )
 from spexis_runtime.train.generate import (
     add_generation_arguments,
+    check_tokenizer,
     generate_texts,
-    tokenizer_hash,
 )
 from spexis_runtime.train.loop import Plan, fit
 from spexis_runtime.train.metrics import draft_metrics, fit_calibration
@@ -54,7 +54,7 @@ from spexis_runtime.train.prompts import (
     write_text,
 )
 from spexis_runtime.train.report import command, origin, training_report
-from spexis_runtime.train.target import Target, load_config, load_target
+from spexis_runtime.train.target import load_config, load_target
 from spexis_runtime.train.texts import Text, TextStore
 
 HELD_OUT = 20  # one prompt of so many is kept for calibration
@@ -103,11 +103,6 @@ def open_texts(args: argparse.Namespace) -> TextStore:
         top_logits=args.top_logits,
         seed=args.seed,
     )
-
-
-def check_tokenizer(target: Target, store: TextStore) -> None:
-    if tokenizer_hash(target.tokenizer) != store.settings["tokenizer"]:
-        raise TrainError(f"{store.path} was written with another tokenizer")
 
 
 def split(texts: list[Text]) -> tuple[list[Text], list[Text]]:

@@ -22,8 +22,8 @@ from spexis_runtime.train.arguments import count, natural
 from spexis_runtime.train.drafts import collect_drafts
 from spexis_runtime.train.generate import (
     add_generation_arguments,
+    check_tokenizer,
     generate_texts,
-    tokenizer_hash,
 )
 from spexis_runtime.train.metrics import draft_metrics
 from spexis_runtime.train.model import ExitAdapter
@@ -99,8 +99,7 @@ def _run(args: argparse.Namespace, scratch: Path) -> None:
     check_adapter_matches(adapter.config, load_config(args.model))
     store = evaluation_texts(args, scratch)
     target = load_target(args.model, adapter.config.exit_layer)
-    if tokenizer_hash(target.tokenizer) != store.settings["tokenizer"]:
-        raise TrainError(f"{store.path} was written with another tokenizer")
+    check_tokenizer(target, store)
     results = evaluate_adapter(target, adapter, list(store.texts()))
     name = Path(args.adapter).resolve().name
     report = {

@@ -30,7 +30,12 @@ from spexis_runtime.train.prompts import (
     read_prompts,
     write_text,
 )
-from spexis_runtime.train.target import end_tokens, load_config, load_tokenizer
+from spexis_runtime.train.target import (
+    Target,
+    end_tokens,
+    load_config,
+    load_tokenizer,
+)
 from spexis_runtime.train.texts import Text, TextStore
 
 SHARD_DIALOGUES = 2048
@@ -223,6 +228,11 @@ def tokenizer_hash(tokenizer: Any) -> str:
     """Differs where the same text may become other tokens."""
     sample = "Spexis 0123456789: Ünïcödé, tabs\\tand\\nlines; def f(x): return x**2"
     return f"{len(tokenizer)}:{tokenizer(sample)['input_ids']}"
+
+
+def check_tokenizer(target: Target, store: TextStore) -> None:
+    if tokenizer_hash(target.tokenizer) != store.settings["tokenizer"]:
+        raise TrainError(f"{store.path} was written with another tokenizer")
 
 
 def add_generation_arguments(parser: argparse.ArgumentParser) -> None:
