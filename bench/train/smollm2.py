@@ -23,11 +23,14 @@ from typing import NamedTuple
 
 from bench.train.overlap import overlapping
 from bench.train.own_prompts import questions, summaries, translations
-from spexis_runtime.train import adapter, evaluate, evaluate_length, generate, length
+from spexis_runtime.train import adapter, evaluate, evaluate_length, length
+from spexis_runtime.train.engines import Engine, make_engine
+from spexis_runtime.train.generate import generate_texts
 from spexis_runtime.train.prompts import read_prompts, write_text
 
 NAME = "smollm2-135m-instruct"
 MAX_WEIGHT_BYTES = 16 << 20  # of all that ships
+MAX_MODEL_LEN = 2048 + 1024  # of prompt and answer
 NUM_TRANSLATIONS, NUM_QUESTIONS, NUM_SELF_PROMPTS = 1200, 500, 4000
 ADAPTERS = {  # exit layer: inputs, minutes of training
     15: ("5,10,15", 4.5),
@@ -76,43 +79,68 @@ def run(main: Callable[[list[str]], None], line: str) -> Callable[[], None]:
     return lambda: main(line.split())
 
 
-def texts(model: Path, out: Path, data: Path, small: float) -> dict[str, Part]:
-    """Generation; `small` scales what is long."""
-    parts = {
-        "prompts": Part(0.2, out / "prompts.jsonl", lambda: write_prompts(data, out))
-    }
-    for name, prompts, options, minutes in (
-        (
-            "train",
-            out / "prompts.jsonl",
-            f"--temperatures 0 0.7 --max-new-tokens {int(320 * small)} "
-            f"--max-prompt-tokens 1536 --self-prompts {int(NUM_SELF_PROMPTS * small)}",
-            3.0,
-        ),
-        ("spec_bench", data / "spec_bench_question.jsonl", "--max-new-tokens 128", 0.4),
-        ("heldout", data / "heldout_prompts.jsonl", "--max-new-tokens 128", 0.4),
-        # answers to their ends, to measure lengths by
-        ("spec_bench_long", data / "spec_bench_question.jsonl", "", 0.6),
-        ("heldout_long", data / "heldout_prompts.jsonl", "", 0.6),
-    ):
-        if name.endswith("_long"):
-            options = f"--max-new-tokens {int(1024 * small)}"
-        limit = "" if small == 1 else f"--limit {int(200 * small)}"
-        parts[f"texts {name}"] = Part(
-            minutes,
-            out / f"texts-{name}" / ".done",
-            _generate(model, prompts, out / f"texts-{name}", f"{options} {limit}"),
+class Texts:
+    """The generations, by one engine: vLLM takes a minute to start."""
+
+    def __init__(self, model: Path, out: Path, data: Path, small: float):
+        self.model, self.out, self.data, self.small = str(model), out, data, small
+        self.engine: Engine | None = None
+
+    def parts(self, ablation: bool) -> dict[str, Part]:
+        spec_bench = self.data / "spec_bench_question.jsonl"
+        heldout = self.data / "heldout_prompts.jsonl"
+        prompts = Part(
+            0.2, self.out / "prompts.jsonl", lambda: write_prompts(self.data, self.out)
         )
-    return parts
+        train = dict(max_new_tokens=320, max_prompt_tokens=1536)
+        parts = {
+            "prompts": prompts,
+            "train": self.part(
+                3.5,
+                "train",
+                self.out / "prompts.jsonl",
+                num_self_prompts=int(NUM_SELF_PROMPTS * self.small),
+                **train,
+            ),
+            "spec_bench": self.part(0.4, "spec_bench", spec_bench, max_new_tokens=128),
+        }
+        if ablation:
+            collected = self.out / "collected.jsonl"
+            return parts | {"collected": self.part(2, "collected", collected, **train)}
+        return parts | {
+            "heldout": self.part(0.4, "heldout", heldout, max_new_tokens=128),
+            # answers to their ends, to measure lengths by
+            "spec_bench_long": self.part(
+                0.6, "spec_bench_long", spec_bench, max_new_tokens=1024
+            ),
+            "heldout_long": self.part(
+                0.6, "heldout_long", heldout, max_new_tokens=1024
+            ),
+        }
 
+    def part(self, minutes: float, name: str, prompts: Path, **options: int) -> Part:
+        folder = self.out / f"texts-{name}"
 
-def _generate(model: Path, prompts: Path, out: Path, options: str):
-    def made() -> None:
-        line = f"--model {model} --prompts {prompts} --out {out} {options}"
-        generate.main(line.split())
-        (out / ".done").touch()
+        def made() -> None:
+            limit = None if self.small == 1 else int(200 * self.small)
+            options["max_new_tokens"] = int(options["max_new_tokens"] * self.small)
+            self.engine = self.engine or make_engine(self.model, MAX_MODEL_LEN, 0)
+            generate_texts(
+                self.model,
+                read_prompts(str(prompts), limit),
+                folder,
+                temperatures=(0.0, 0.7),
+                engine=self.engine,
+                **options,
+            )
+            (folder / ".done").touch()
 
-    return made
+        return Part(minutes, folder / ".done", made)
+
+    def close(self) -> None:
+        if self.engine is not None:
+            self.engine.close()
+            self.engine = None
 
 
 def trainings(model: Path, out: Path, small: float) -> dict[str, Part]:
@@ -191,20 +219,7 @@ def _results(out: Path, name: str) -> Callable[[], None]:
 
 def ablations(model: Path, out: Path, small: float) -> dict[str, Part]:
     """Short trainings alike but for one thing each, measured on Spec-Bench."""
-    parts: dict[str, Part] = {
-        "texts collected": Part(
-            2.0,
-            out / "texts-collected" / ".done",
-            _generate(
-                model,
-                out / "collected.jsonl",
-                out / "texts-collected",
-                f"--temperatures 0 0.7 --max-new-tokens {int(320 * small)} "
-                "--max-prompt-tokens 1536"
-                + ("" if small == 1 else f" --limit {int(200 * small)}"),
-            ),
-        )
-    }
+    parts = {}
     for name, options in ABLATION.items():
         path = out / "ablation" / name
         texts_ = "" if "--texts" in options else f"--texts {out}/texts-train"
@@ -246,21 +261,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         from spexis_runtime.tools.smollm2 import ensure_smollm2
 
         model = ensure_smollm2()
-    parts = texts(model, args.out, args.data, args.small)
+    texts = Texts(model, args.out, args.data, args.small)
     if args.ablation:
-        parts |= ablations(model, args.out, args.small)
+        others = ablations(model, args.out, args.small)
     else:
-        parts |= trainings(model, args.out, args.small) | evaluations(model, args.out)
-    for name, part in parts.items():
-        if part.done.exists():
-            continue
-        passed = (time.perf_counter() - start) / 60
-        minutes = part.minutes * args.small
-        if passed and passed + minutes > args.minutes:
-            print(f"{name} takes about {minutes:.1f} min: give the command again")
-            return 1
-        print(f"[{passed:.1f} min] {name}, about {minutes:.1f} min", flush=True)
-        part.run()
+        others = trainings(model, args.out, args.small) | evaluations(model, args.out)
+
+    def in_time(parts: dict[str, Part]) -> bool:
+        for name, part in parts.items():
+            if part.done.exists():
+                continue
+            passed = (time.perf_counter() - start) / 60
+            minutes = part.minutes * args.small
+            if passed + minutes > args.minutes:
+                print(f"{name} takes about {minutes:.1f} min: give the command again")
+                return False
+            print(f"[{passed:.1f} min] {name}, about {minutes:.1f} min", flush=True)
+            part.run()
+        return True
+
+    try:
+        made = in_time(texts.parts(args.ablation))
+    finally:
+        texts.close()  # its memory is needed
+    if not made or not in_time(others):
+        return 1
     if not args.ablation and (size := weight_bytes(args.out)) > MAX_WEIGHT_BYTES:
         print(f"error: the weights take {size} bytes, {MAX_WEIGHT_BYTES} are allowed")
         return 1

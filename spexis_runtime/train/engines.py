@@ -21,7 +21,7 @@ from spexis_runtime.train.texts import Labels
 MAX_ROWS = 4096  # bounds the memory for logits
 NOISE_ROWS = 64
 CPU_KV_BYTES = 1 << 30
-VLLM_MAX_NUM_SEQS = 1024
+VLLM_MAX_NUM_SEQS = 512  # the most rows that its CUDA graphs hold
 
 
 class Request(NamedTuple):
@@ -40,6 +40,10 @@ class Engine(Protocol):
         self, requests: Sequence[Request], max_new_tokens: int, top_logits: int
     ) -> list[Answer]:
         """The target's answers; with the best `top_logits` at each token, if any."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back; it cannot generate afterwards."""
         ...
 
 
@@ -93,6 +97,9 @@ class VllmEngine:
             answers.append(Answer(list(one.token_ids), labels))
         return answers
 
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+
 
 class SharedNoise(LogitsProcessor):
     """Makes greedy decoding sample: the argmax of logits / T + noise."""
@@ -141,6 +148,11 @@ class TransformersEngine:
                 for i, own in zip(batch, ids, strict=True)
             }
         return [answers[i] for i in range(len(requests))]
+
+    def close(self) -> None:
+        del self.target
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
 
     @torch.inference_mode()
     def _generate_batch(

@@ -41,6 +41,7 @@ from spexis_runtime.train.texts import Text, TextStore
 SHARD_DIALOGUES = 2048
 SELF_PROMPTS_FILE = "self_prompts.jsonl"
 SELF_PROMPT_TOKENS = 96
+SELF_PROMPT_SEEDS = 1 << 60  # beyond those of dialogues
 _MARK = "\x00"
 
 
@@ -140,7 +141,9 @@ def self_prompts(
     start = tokenizer(around.split(_MARK)[0], add_special_tokens=False)["input_ids"]
     if not start:
         raise TrainError("self-prompts need a chat template that opens a user's turn")
-    requests = [Request(start, 1.0, -(seed << 32) - 1 - i) for i in range(number)]
+    requests = [
+        Request(start, 1.0, SELF_PROMPT_SEEDS + (seed << 32) + i) for i in range(number)
+    ]
     answers = engine.generate(requests, SELF_PROMPT_TOKENS, 0)
     said = [
         tokenizer.decode(a.ids, skip_special_tokens=True).strip()
@@ -165,6 +168,8 @@ def generate_texts(
 ) -> TextStore:
     """The texts in directory `out`, made as far as they are not there.
 
+    By `engine`, or else by one that is made and closed.
+
     Raises TrainError where `out` holds texts made from something else, or where every
     prompt is too long.
     """
@@ -187,22 +192,38 @@ def generate_texts(
             "num_shards": -(-total // SHARD_DIALOGUES),
         },
     )
-    missing = store.missing_shards()
-    if not missing:
+    if not store.missing_shards():
         return store
-    engine = engine or make_engine(
-        model, max_prompt_tokens + max_new_tokens, top_logits
-    )
-    ends = end_tokens(model, tokenizer)
+    if engine is not None:
+        _write_missing(store, engine, model, tokenizer, prompts)
+        return store
+    own_engine = make_engine(model, max_prompt_tokens + max_new_tokens, top_logits)
+    try:
+        _write_missing(store, own_engine, model, tokenizer, prompts)
+    finally:
+        own_engine.close()
+    return store
+
+
+def _write_missing(
+    store: TextStore,
+    engine: Engine,
+    model: str,
+    tokenizer: Any,
+    prompts: Sequence[Prompt],
+) -> None:
+    settings, ends = store.settings, end_tokens(model, tokenizer)
+    seed, number = settings["seed"], settings["num_self_prompts"]
     every = list(prompts)
-    if num_self_prompts:
-        file = out / SELF_PROMPTS_FILE
+    if number:
+        file = store.path / SELF_PROMPTS_FILE
         if not file.exists():
-            own = self_prompts(engine, tokenizer, ends, num_self_prompts, seed)
+            own = self_prompts(engine, tokenizer, ends, number, seed)
             lines = [json.dumps(p._asdict()) + "\n" for p in own]
             write_text(file, "".join(lines))
         every += read_prompts(str(file)) if file.stat().st_size else []
-    queue = dialogues(every, temperatures, seed)
+    queue = dialogues(every, settings["temperatures"], seed)
+    missing = store.missing_shards()
     with tqdm(total=len(missing), desc="generate", unit="shard") as bar:
         for index in missing:
             # every num_shards-th: shards alike, so that the bar tells the time
@@ -211,17 +232,17 @@ def generate_texts(
                 tokenizer,
                 ends,
                 queue[index :: store.num_shards],
-                max_prompt_tokens=max_prompt_tokens,
-                max_new_tokens=max_new_tokens,
-                top_logits=top_logits,
+                max_prompt_tokens=settings["max_prompt_tokens"],
+                max_new_tokens=settings["max_new_tokens"],
+                top_logits=settings["top_logits"],
             )
             if not texts:
+                limit = settings["max_prompt_tokens"]
                 raise TrainError(
-                    f"every prompt is longer than {max_prompt_tokens} tokens, or empty"
+                    f"every prompt is longer than {limit} tokens, or empty"
                 )
             store.write_shard(index, texts)
             bar.update()
-    return store
 
 
 def tokenizer_hash(tokenizer: Any) -> str:

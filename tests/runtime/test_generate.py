@@ -174,7 +174,7 @@ def test_self_prompts(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < len(found) <= 40 and len(set(found)) == len(found)
     start = tokenizer("U:")["input_ids"]
     answers = engine.generate(
-        [Request(start, 1.0, -1 - i) for i in range(40)],
+        [Request(start, 1.0, (1 << 60) + i) for i in range(40)],
         generate.SELF_PROMPT_TOKENS,
         0,
     )
