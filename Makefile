@@ -5,12 +5,14 @@
 # make bench-e2e  on a GPU: decode throughput of CASE=qwen3-32b or llama-8b into OUT=
 # make bench-kernels  on a GPU: the kernels beside their rivals, into RESULTS=
 # make lint    ruff, mypy, typos and the rules of the repository
+# make train-smollm2 DATA=... OUT=...   train and measure what ships, on a GPU, for
+#              MINUTES=8.5 at a time; ABLATION=1: what helps instead
 # make clean   remove what these leave behind, but for .venv
 #
 # All but the last set .venv up where it is missing or out of date, and need no network
 # afterwards. PYTHON=... chooses an interpreter, 3.11 or 3.12; otherwise one is found.
 
-.PHONY: demo test fuzz bench-e2e bench-kernels lint clean
+.PHONY: demo test fuzz bench-e2e bench-kernels train-smollm2 lint clean
 
 PYTHON := python3 python3.12 python3.11
 # of make fuzz; a seed that was not given is a new one each time
@@ -48,6 +50,12 @@ bench-kernels:
 	$(GPU_PYTHON) -m pytest -c bench/kernels/pytest.ini --rootdir . \
 	    bench/kernels/bench_kernels.py --results "$(RESULTS)" \
 	    --benchmark-autosave --benchmark-storage=.benchmarks
+
+train-smollm2: MINUTES := 8.5
+train-smollm2: OUT := trained-smollm2
+train-smollm2: .venv/.installed
+	.venv/bin/python -m bench.train.smollm2 --data "$(DATA)" --out "$(OUT)" \
+	    --minutes "$(MINUTES)" $(if $(ABLATION),--ablation)
 
 lint: .venv/.installed
 	.venv/bin/ruff check .

@@ -29,14 +29,14 @@ from spexis_runtime.train.generate import generate_texts
 from spexis_runtime.train.prompts import read_prompts, write_text
 
 NAME = "smollm2-135m-instruct"
-MAX_WEIGHT_BYTES = 16 << 20  # of all that ships
+MAX_WEIGHT_BYTES = 16_000_000  # of all that ships
 MAX_MODEL_LEN = 2048 + 1024  # of prompt and answer
 NUM_TRANSLATIONS, NUM_QUESTIONS, NUM_SELF_PROMPTS = 1200, 500, 4000
 ADAPTERS = {  # exit layer: inputs, minutes of training
-    15: ("5,10,15", 4.5),
-    8: ("2,5,8", 3.0),
+    15: ("5,10,15", 3.2),
+    8: ("2,5,8", 2.7),
 }
-BLOCK = "--intermediate-size 1152"
+BLOCK = "--intermediate-size 1088"
 LENGTH_MINUTES = 0.6
 ABLATION_MINUTES = 0.6
 ABLATION = {  # what is added to the paper's adapter at layer 15, one thing or all
@@ -102,19 +102,19 @@ class Texts:
                 num_self_prompts=int(NUM_SELF_PROMPTS * self.small),
                 **train,
             ),
-            "spec_bench": self.part(0.4, "spec_bench", spec_bench, max_new_tokens=128),
+            "spec_bench": self.part(0.15, "spec_bench", spec_bench, max_new_tokens=128),
         }
         if ablation:
             collected = self.out / "collected.jsonl"
             return parts | {"collected": self.part(2, "collected", collected, **train)}
         return parts | {
-            "heldout": self.part(0.4, "heldout", heldout, max_new_tokens=128),
+            "heldout": self.part(0.15, "heldout", heldout, max_new_tokens=128),
             # answers to their ends, to measure lengths by
             "spec_bench_long": self.part(
-                0.6, "spec_bench_long", spec_bench, max_new_tokens=1024
+                0.3, "spec_bench_long", spec_bench, max_new_tokens=1024
             ),
             "heldout_long": self.part(
-                0.6, "heldout_long", heldout, max_new_tokens=1024
+                0.3, "heldout_long", heldout, max_new_tokens=1024
             ),
         }
 
@@ -149,7 +149,7 @@ def trainings(model: Path, out: Path, small: float) -> dict[str, Part]:
     for layer, (features, minutes) in ADAPTERS.items():
         path = out / f"{NAME}-layer{layer}"
         parts[f"adapter {layer}"] = Part(
-            minutes + 0.7,
+            minutes + 0.5,
             path,
             run(
                 adapter.main,
@@ -160,7 +160,7 @@ def trainings(model: Path, out: Path, small: float) -> dict[str, Part]:
     for layer in ADAPTERS:
         path = out / f"{NAME}-layer{layer}-length"
         parts[f"length {layer}"] = Part(
-            LENGTH_MINUTES + 0.5,
+            LENGTH_MINUTES + 0.3,
             path,
             run(
                 length.main,
@@ -188,7 +188,7 @@ def evaluations(model: Path, out: Path) -> dict[str, Part]:
                 target = out / "measured" / f"{kind}_{name}_{prompts}"
                 line = f"--model {model} {directory} --out {target}"
                 parts[f"eval {kind} {layer} {prompts}"] = Part(
-                    0.4,
+                    0.25,
                     target.with_suffix(".json"),
                     run(main, f"{line} --texts {out}/texts-{prompts}{suffix}"),
                 )
@@ -233,7 +233,7 @@ def ablations(model: Path, out: Path, small: float) -> dict[str, Part]:
             line = f"--model {model} --adapter {path} --texts {out}/texts-spec_bench"
             evaluate.main(f"{line} --out {out}/results/ablation/{name}".split())
 
-        parts[f"ablation {name}"] = Part(ABLATION_MINUTES + 0.8, measured, both)
+        parts[f"ablation {name}"] = Part(ABLATION_MINUTES + 0.5, measured, both)
     return parts
 
 

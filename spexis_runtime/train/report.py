@@ -14,6 +14,10 @@ import transformers
 from spexis_runtime.train.loop import Step
 from spexis_runtime.train.texts import Text
 
+# arguments that say nothing where texts are there
+OF_GENERATION = ("limit", "max_prompt_tokens", "max_new_tokens", "temperatures")
+OF_GENERATION += ("self_prompts", "top_logits")
+
 
 def training_report(history: list[Step], texts: list[Text]) -> dict[str, Any]:
     last = [s for s in history if s.epoch == history[-1].epoch]
@@ -33,6 +37,8 @@ def command(name: str, args: argparse.Namespace) -> str:
     """The command without its folders, so that it reads the same everywhere."""
     words = [name]
     for key, value in vars(args).items():
+        if args.texts is not None and key in OF_GENERATION:
+            continue
         values = value if isinstance(value, list) else [value]
         shown = [Path(v).name if isinstance(v, str | Path) else str(v) for v in values]
         if key == "exit":  # a fraction is no path
