@@ -15,8 +15,14 @@ from spexis_runtime.train.loop import Step
 from spexis_runtime.train.texts import Text
 
 # arguments that say nothing where texts are there
-OF_GENERATION = ("limit", "max_prompt_tokens", "max_new_tokens", "temperatures")
-OF_GENERATION += ("self_prompts", "top_logits")
+OF_GENERATION = {
+    "limit",
+    "max_prompt_tokens",
+    "max_new_tokens",
+    "temperatures",
+    "self_prompts",
+    "top_logits",
+}
 
 
 def training_report(history: list[Step], texts: list[Text]) -> dict[str, Any]:
