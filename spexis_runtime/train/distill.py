@@ -24,9 +24,10 @@ def distillation_loss(
     Both are float32 logits [tokens, vocab_size]; the mean over the tokens. Up to a
     constant the soft part is the KL divergence.
     """
-    return (1 - soft_weight) * F.cross_entropy(
-        draft, target.argmax(-1)
-    ) + soft_weight * F.cross_entropy(draft, target.softmax(-1))
+    logprobs = draft.log_softmax(-1)
+    hard = F.nll_loss(logprobs, target.argmax(-1))
+    soft = -(target.softmax(-1) * logprobs).sum(-1).mean()
+    return (1 - soft_weight) * hard + soft_weight * soft
 
 
 def recorded_loss(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from transformers import LogitsProcessor, LogitsProcessorList
@@ -48,19 +48,21 @@ class Engine(Protocol):
 
 
 class VllmEngine:
-    def __init__(self, path: str, max_model_len: int, top_logits: int):
+    """`options` are those of vllm.LLM."""
+
+    def __init__(self, path: str, max_model_len: int, top_logits: int, **options: Any):
         # the runner whose sampler has this noise
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
         from vllm import LLM
 
-        self.llm = LLM(
-            path,
+        defaults: dict[str, Any] = dict(
             max_model_len=max_model_len,
             max_num_seqs=VLLM_MAX_NUM_SEQS,
             max_logprobs=max(top_logits, 1),
             enable_prefix_caching=False,
         )
+        self.llm = LLM(path, **(defaults | options))
 
     def generate(
         self, requests: Sequence[Request], max_new_tokens: int, top_logits: int

@@ -17,7 +17,7 @@ from tolerances import CHI_SQUARE_SIGMAS
 from spexis_kernels import draft_head
 from spexis_runtime.demo_prompts import DEMO_PROMPTS
 from spexis_runtime.train import engines, generate
-from spexis_runtime.train.engines import Request, TransformersEngine
+from spexis_runtime.train.engines import Request, TransformersEngine, VllmEngine
 from spexis_runtime.train.generate import dialogues, encode, self_prompts
 from spexis_runtime.train.prompts import Prompt, TrainError, prompts_hash, read_prompts
 from spexis_runtime.train.target import Target, load_target
@@ -116,6 +116,33 @@ def test_small_batches_give_the_same(
     whole = engine.generate(requests, 12, 0)
     monkeypatch.setattr(engines, "MAX_ROWS", 1)
     assert engine.generate(requests, 12, 0) == whole
+
+
+def test_vllm_says_the_same(model: Path, target: Target) -> None:
+    """The tokens, sampled ones too, the labels and the end."""
+    requests = [
+        Request(list(range(5 + i, 15 + 2 * i)), 0.7 * (i % 2), (i << 33) + 7)
+        for i in range(6)
+    ]
+    engine = VllmEngine(
+        str(model),
+        64,
+        4,
+        dtype="float32",
+        kv_cache_memory_bytes=16 << 20,
+        gpu_memory_utilization=0.1,
+    )
+    found = engine.generate(requests, 12, 4)
+    engine.close()
+    expected = TransformersEngine(target).generate(requests, 12, 4)
+    assert [answer.ids for answer in found] == [answer.ids for answer in expected]
+    assert any(answer.ids[-1] == 0 for answer in found)
+    for ours, theirs in zip(found, expected, strict=True):
+        assert ours.labels is not None and theirs.labels is not None
+        assert torch.equal(ours.labels.tokens, theirs.labels.tokens)
+        torch.testing.assert_close(
+            ours.labels.logprobs, theirs.labels.logprobs, rtol=2e-3, atol=2e-3
+        )
 
 
 class Killed(BaseException):
