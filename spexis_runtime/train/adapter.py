@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
@@ -28,7 +27,13 @@ from typing import Any
 import torch
 
 from spexis_runtime.adapter import AdapterConfig, AdapterError, save_adapter
-from spexis_runtime.train.arguments import count, natural, positive, share
+from spexis_runtime.train.arguments import (
+    count,
+    errors_in_one_line,
+    natural,
+    positive,
+    share,
+)
 from spexis_runtime.train.batches import StateSource, make_batches
 from spexis_runtime.train.card import adapter_card
 from spexis_runtime.train.distill import AdapterStep
@@ -247,10 +252,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--soft-weight", type=share, default=0.5, help="of soft labels in the loss")
     add("--cache", type=Path, help="keep the hidden states in this directory")
     args = parser.parse_args(argv)
-    try:
+    with errors_in_one_line():
         _run(args)
-    except (AdapterError, TrainError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

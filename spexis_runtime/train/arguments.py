@@ -1,9 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Types of the commands' arguments, whose errors say what would be right."""
+"""Types of the commands' arguments, and how the commands end."""
 
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from spexis_runtime.adapter import AdapterError
+from spexis_runtime.train.prompts import TrainError
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the program with a line on what the user can put right, and on Ctrl-C."""
+    try:
+        yield
+    except (AdapterError, TrainError, OSError) as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("interrupted")
 
 
 def natural(text: str) -> int:

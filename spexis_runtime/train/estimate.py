@@ -51,8 +51,8 @@ def estimate_memory(
         sum(p.numel() * p.element_size() for p in target.model.parameters()),
         sum(p.numel() for p in module.parameters()) * 4 * 4,
         tokens * widths * itemsize,
-        # draft and target, their log-softmaxes, the gradient
-        6 * LOGITS_ROWS * config.vocab_size * 4 if logits else 0,
+        # draft and target, their softmaxes, the gradient
+        6 * min(LOGITS_ROWS, tokens) * config.vocab_size * 4 if logits else 0,
     )
 
 

@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from spexis_runtime.adapter import AdapterError, check_adapter_matches
-from spexis_runtime.train.arguments import count, natural
+from spexis_runtime.adapter import check_adapter_matches
+from spexis_runtime.train.arguments import count, errors_in_one_line, natural
 from spexis_runtime.train.drafts import collect_drafts
 from spexis_runtime.train.generate import (
     add_generation_arguments,
@@ -28,7 +27,7 @@ from spexis_runtime.train.generate import (
 from spexis_runtime.train.metrics import draft_metrics
 from spexis_runtime.train.model import ExitAdapter
 from spexis_runtime.train.plots import plot_drafts
-from spexis_runtime.train.prompts import DEMO, TrainError, read_prompts, write_text
+from spexis_runtime.train.prompts import DEMO, read_prompts, write_text
 from spexis_runtime.train.report import command, origin
 from spexis_runtime.train.target import Target, load_config, load_target
 from spexis_runtime.train.texts import Text, TextStore
@@ -124,11 +123,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--adapter", required=True, help="adapter directory")
     add_evaluation_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            _run(args, Path(scratch))
-    except (AdapterError, TrainError, OSError) as error:
-        sys.exit(f"error: {error}")
+    with errors_in_one_line(), tempfile.TemporaryDirectory() as scratch:
+        _run(args, Path(scratch))
 
 
 if __name__ == "__main__":

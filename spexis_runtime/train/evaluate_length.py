@@ -12,19 +12,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from spexis_runtime.adapter import AdapterError
 from spexis_runtime.adapter.length import check_length_matches
 from spexis_runtime.length_predictor import LengthPredictor
+from spexis_runtime.train.arguments import errors_in_one_line
 from spexis_runtime.train.evaluate import add_evaluation_arguments, evaluation_texts
 from spexis_runtime.train.generate import check_tokenizer
 from spexis_runtime.train.lengths import collect_lengths, length_metrics
 from spexis_runtime.train.plots import plot_lengths
-from spexis_runtime.train.prompts import TrainError, write_text
+from spexis_runtime.train.prompts import write_text
 from spexis_runtime.train.report import command, origin
 from spexis_runtime.train.target import load_config, load_target
 
@@ -74,11 +73,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--predictor", required=True, help="its directory")
     add_evaluation_arguments(parser)
     args = parser.parse_args(argv)
-    try:
-        with tempfile.TemporaryDirectory() as scratch:
-            _run(args, Path(scratch))
-    except (AdapterError, TrainError, OSError) as error:
-        sys.exit(f"error: {error}")
+    with errors_in_one_line(), tempfile.TemporaryDirectory() as scratch:
+        _run(args, Path(scratch))
 
 
 if __name__ == "__main__":

@@ -13,14 +13,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
-from spexis_runtime.train.arguments import count, natural, non_negative
+from spexis_runtime.train.arguments import (
+    count,
+    errors_in_one_line,
+    natural,
+    non_negative,
+)
 from spexis_runtime.train.engines import Engine, Request, make_engine
 from spexis_runtime.train.prompts import (
     DEMO,
@@ -285,7 +289,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--seed", type=natural, default=0, help="of the sampling")
     add_generation_arguments(parser)
     args = parser.parse_args(argv)
-    try:
+    with errors_in_one_line():
         store = generate_texts(
             args.model,
             read_prompts(args.prompts, args.limit),
@@ -297,8 +301,6 @@ def main(argv: list[str] | None = None) -> None:
             top_logits=args.top_logits,
             seed=args.seed,
         )
-    except (TrainError, OSError) as error:
-        sys.exit(f"error: {error}")
     texts = list(store.texts())
     tokens = sum(len(text.response) for text in texts)
     print(f"{len(texts)} texts of {tokens} tokens in {args.out}")

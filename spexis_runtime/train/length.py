@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,7 +28,7 @@ from spexis_runtime.train.adapter import (
     open_texts,
     split,
 )
-from spexis_runtime.train.arguments import count, positive, share
+from spexis_runtime.train.arguments import count, errors_in_one_line, positive, share
 from spexis_runtime.train.batches import StateSource, make_batches
 from spexis_runtime.train.card import length_card
 from spexis_runtime.train.estimate import check_memory, estimate_memory, time_batches
@@ -154,10 +153,8 @@ def main(argv: list[str] | None = None) -> None:
     add("--inner-sizes", type=count, nargs=2, default=[256, 64], help="of the layers")
     add("--precision", type=share, default=0.85, help="that cutoffs are chosen for")
     args = parser.parse_args(argv)
-    try:
+    with errors_in_one_line():
         _run(args)
-    except (AdapterError, TrainError, OSError) as error:
-        sys.exit(f"error: {error}")
 
 
 if __name__ == "__main__":

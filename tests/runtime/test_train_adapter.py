@@ -9,6 +9,7 @@ import re
 import resource
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,7 +35,12 @@ from spexis_runtime.train.batches import (
     target_states,
 )
 from spexis_runtime.train.distill import AdapterStep, distillation_loss, recorded_loss
-from spexis_runtime.train.estimate import estimate_memory
+from spexis_runtime.train.estimate import (
+    Memory,
+    check_disk,
+    check_memory,
+    estimate_memory,
+)
 from spexis_runtime.train.loop import Plan, fit, learning_rate
 from spexis_runtime.train.model import ExitAdapter
 from spexis_runtime.train.prompts import TrainError
@@ -407,6 +413,32 @@ def test_memory_is_that_of_the_weights(target: Target, texts: list[Text]) -> Non
     assert memory.training == 16 * sum(p.numel() for p in adapter.parameters())
     tokens = max(collate(b).ids.numel() for b in batches)
     assert memory.states == tokens * (2 * 64 + 25 * 32) * 4
+    assert memory.logits == 6 * tokens * 257 * 4
+    alone = estimate_memory(target, adapter, batches, 1, logits=False)
+    assert alone == memory._replace(logits=0)
+
+
+def test_a_training_that_does_not_fit_is_refused() -> None:
+    class Gpu:
+        type = "cuda"
+
+    def fits(size: int) -> None:
+        check_memory(Memory(size, 0, 0, 0), Gpu())  # type: ignore[arg-type]
+
+    with pytest.MonkeyPatch.context() as patched:
+        properties = SimpleNamespace(total_memory=8 << 30)
+        patched.setattr(torch.cuda, "get_device_properties", lambda _: properties)
+        fits(8 << 30)
+        line = "the training needs about 9.0 GiB, the GPU has 8.0: give --batch-tokens"
+        with pytest.raises(TrainError, match=line):
+            fits(9 << 30)
+
+
+def test_a_cache_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    check_disk(tmp_path / "cache", 1, "the cache")
+    line = r"\Athe cache takes 1048576.0 GiB, .*cache has "
+    with pytest.raises(TrainError, match=line):
+        check_disk(tmp_path / "cache", 1 << 50, "the cache")
 
 
 def test_exit_and_features() -> None:
