@@ -42,7 +42,7 @@ from spexis_runtime.train.target import (
 )
 from spexis_runtime.train.texts import Text, TextStore
 
-SHARD_DIALOGUES = 2048
+SHARD_DIALOGUES = 8192  # their later turns are few: many together fill batches
 SELF_PROMPTS_FILE = "self_prompts.jsonl"
 SELF_PROMPT_TOKENS = 96
 SELF_PROMPT_SEEDS = 1 << 60  # beyond those of dialogues
