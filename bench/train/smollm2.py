@@ -48,7 +48,7 @@ ABLATION = {  # what is added to the paper's adapter at layer 15, one thing or a
     "full_block": BLOCK,
     "full_block_features": f"{BLOCK} --features 5,10,15",
     "two_layers": "--intermediate-size 384 --depth 2 --features 7,15",
-    "without_self_prompts": f"{BLOCK} --texts {{out}}/texts-collected",
+    "collected_prompts_only": f"{BLOCK} --texts {{out}}/texts-collected",
 }
 
 
