@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`AsyncLLM`: vLLM's own, built from `AsyncEngineArgs` that know of speculation."""
+"""vLLM's `AsyncLLM` and `AsyncEngineArgs`, which know of speculation."""
 
 import dataclasses
 from dataclasses import dataclass
@@ -7,10 +7,43 @@ from typing import Any, Literal
 
 import vllm
 from vllm.config import VllmConfig
-from vllm.v1.engine.async_llm import AsyncLLM as AsyncLLM
+from vllm.v1.engine import async_llm
+from vllm.v1.executor import Executor
+from vllm.v1.metrics.loggers import StatLoggerFactory
 
+from spexis_runtime.config import METRICS
 from spexis_runtime.engine_options import OWN_OPTIONS, engine_options
+from spexis_runtime.metrics import PrometheusStatLogger
 from spexis_runtime.versions import check_versions
+
+
+class AsyncLLM(async_llm.AsyncLLM):
+    """vLLM's, with the metrics of speculation beside vLLM's.
+
+    They are there where the scheduler is ours: with `exit_model` or `log_dir`.
+    """
+
+    def __init__(
+        self,
+        vllm_config: VllmConfig,
+        executor_class: type[Executor],
+        log_stats: bool,
+        *args: Any,
+        stat_loggers: list[StatLoggerFactory] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        scheduler = vllm_config.scheduler_config.scheduler_cls
+        if log_stats and str(scheduler).startswith("spexis_runtime."):
+            vllm_config.additional_config[METRICS] = True
+            stat_loggers = [PrometheusStatLogger, *(stat_loggers or [])]
+        super().__init__(
+            vllm_config,
+            executor_class,
+            log_stats,
+            *args,
+            stat_loggers=stat_loggers,
+            **kwargs,
+        )
 
 
 @dataclass
@@ -27,7 +60,8 @@ class AsyncEngineArgs(vllm.AsyncEngineArgs):
     log_dir: str | None = None
     stages_per_gpu: int = 1
 
-    def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
+    def for_vllm(self) -> vllm.AsyncEngineArgs:
+        """The same in vLLM's terms: checked, with what makes speculation happen."""
         check_versions()
         defaults = vllm.AsyncEngineArgs(model=self.model)
         options = {
@@ -38,5 +72,7 @@ class AsyncEngineArgs(vllm.AsyncEngineArgs):
         }
         own_options = {name: getattr(self, name) for name in OWN_OPTIONS}
         _, options = engine_options(self.model, own_options, options)
-        engine_args = vllm.AsyncEngineArgs(model=self.model, **options)
-        return engine_args.create_engine_config(*args, **kwargs)
+        return vllm.AsyncEngineArgs(model=self.model, **options)
+
+    def create_engine_config(self, *args: Any, **kwargs: Any) -> VllmConfig:
+        return self.for_vllm().create_engine_config(*args, **kwargs)

@@ -16,13 +16,16 @@ class Command(NamedTuple):
 
 COMMANDS = {
     "demo": Command("demo", "answer prompts with speculation and without"),
+    "serve": Command("serve", "vLLM's OpenAI-compatible server, with speculation"),
+    "top": Command("top", "show live what an engine that writes a log is doing"),
+    "report": Command("report", "draw the log of an engine as a page of charts"),
     "generate": Command("train.generate", "let a model answer prompts, for training"),
     "train adapter": Command("train.adapter", "train an exit adapter for a model"),
-    "plan": Command("lookahead.plan", "predict the throughput of PP x TP x SP"),
-    "simulate": Command("lookahead.simulate", "serve a load in the simulator"),
     "train length": Command("train.length", "train a length predictor for a model"),
     "eval adapter": Command("train.evaluate", "measure an exit adapter"),
     "eval length": Command("train.evaluate_length", "measure a length predictor"),
+    "plan": Command("lookahead.plan", "predict the throughput of PP x TP x SP"),
+    "simulate": Command("lookahead.simulate", "serve a load in the simulator"),
 }
 
 
@@ -51,8 +54,16 @@ def main(argv: Sequence[str] | None = None) -> int | None:
     for words, command in COMMANDS.items():
         length = len(words.split())
         if argv[:length] == words.split():
-            module = importlib.import_module(f"spexis_runtime.{command.module}")
-            return module.main(argv[length:])
+            try:
+                module = importlib.import_module(f"spexis_runtime.{command.module}")
+                return module.main(argv[length:])
+            except ModuleNotFoundError as error:  # a bare install, without extras
+                print(
+                    f"spexis {words} needs what is not installed here ({error.name}): "
+                    "pip install 'spexis[demo]'",
+                    file=sys.stderr,
+                )
+                return 1
     print(usage(), file=sys.stderr)
     shown = " ".join(word for word in argv[:2] if not word.startswith("-"))
     print(f"\nerror: no such command: {shown or argv[0]}", file=sys.stderr)

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 KEY = "spexis"
 """Key of the settings in `VllmConfig.additional_config`."""
+METRICS = "spexis_metrics"
+"""Key there by which `AsyncLLM` asks the scheduler for what its metrics show."""
 PARTITION = "VLLM_PP_LAYER_PARTITION"
 """vLLM's environment variable for the number of layers of each stage."""
 

@@ -13,6 +13,7 @@ from spexis_kernels.constants import DRAFT, NORMAL
 from spexis_kernels.pool import Rows
 
 PATTERN = "iterations-*.jsonl"
+LONGEST_LINE = 1000  # bytes; most have a third of it
 
 
 class RowCounts(NamedTuple):
@@ -23,6 +24,7 @@ class RowCounts(NamedTuple):
     valid_rows: int  # rows that yielded a token, last prefill rows included
     drafts_after_valid: int  # draft rows all of whose predecessors were right
     accepted_drafts: int  # of those, right themselves
+    row_budget: int  # decode rows that the step had, padding included
 
     @property
     def acceptance(self) -> float | None:
@@ -53,6 +55,7 @@ class RowCounts(NamedTuple):
             valid_rows=sum(tokens_of_row),
             drafts_after_valid=int((drafts & right_so_far).sum()),
             accepted_drafts=int((drafts & (valid > 0)).sum()),
+            row_budget=len(rows.slots),
         )
 
 
@@ -107,10 +110,32 @@ class IterationLog:
         self._file.close()
 
 
+def newest_log(log_dir: str | os.PathLike[str]) -> Path | None:
+    """The log in `log_dir` that was written to last; None if there is none."""
+    logs = Path(log_dir).glob(PATTERN)
+    return max(logs, key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
 def read_iterations(log_dir: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """The lines of the newest log in `log_dir`, in order; [] if there is none."""
-    logs = sorted(Path(log_dir).glob(PATTERN), key=lambda p: p.stat().st_mtime_ns)
-    return [json.loads(line) for line in logs[-1].open()] if logs else []
+    log = newest_log(log_dir)
+    return [json.loads(line) for line in log.open()] if log else []
+
+
+def last_iterations(
+    log_dir: str | os.PathLike[str], count: int
+) -> list[dict[str, Any]]:
+    """The last `count` lines of it, or fewer; does not read the others."""
+    log = newest_log(log_dir)
+    if log is None:
+        return []
+    with log.open("rb") as stream:
+        size = stream.seek(0, os.SEEK_END)
+        stream.seek(max(0, size - count * LONGEST_LINE))
+        lines = stream.read().splitlines()
+    if size > count * LONGEST_LINE:
+        lines = lines[1:]  # cut
+    return [json.loads(line) for line in lines[-count:]]
 
 
 def acceptance(iterations: list[dict[str, Any]]) -> float:

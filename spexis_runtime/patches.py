@@ -64,6 +64,19 @@ def interrupt_ends_start() -> Iterator[None]:
         utils.zmq_socket_ctx = original
 
 
+def async_llm_class(replacement: type) -> None:
+    """vLLM's server builds `replacement` as its engine, in this process.
+
+    Reason: `build_async_engine_client_from_engine_args` names `AsyncLLM` and hands it
+    no stat loggers; those of vLLM's plug-in group would be in every vLLM of the
+    environment, and turn on the statistics that a user has turned off. Remove when the
+    server takes stat loggers, or the class, from its arguments.
+    """
+    import vllm.v1.engine.async_llm as async_llm
+
+    async_llm.AsyncLLM = replacement
+
+
 def ray_worker_class(replacement: type) -> None:
     """The Ray executor builds `replacement` for its actors, in this process.
 

@@ -14,6 +14,7 @@ right and makes lookahead blocks unnecessary.
 import math
 import random
 import sys
+import time
 from collections import deque
 from typing import Any, NamedTuple
 
@@ -24,7 +25,7 @@ from vllm.v1.request import Request
 
 from spexis_runtime import patches
 from spexis_runtime.admission_control import AdmissionControl
-from spexis_runtime.config import SpexisConfig, SpexisConfigError
+from spexis_runtime.config import METRICS, SpexisConfig, SpexisConfigError
 from spexis_runtime.iteration_log import IterationLog, RowCounts
 from spexis_runtime.row_budget import AllRows, AutoRows, Policy
 from spexis_runtime.step_plan import SpexisSchedulerOutput
@@ -43,6 +44,11 @@ class LoggedScheduler(AsyncScheduler):
         )
         log_dir = self.spexis_config.log_dir
         self.iteration_log = None if log_dir is None else IterationLog(log_dir)
+        # to the server's metrics, in vLLM's statistics
+        self.sends_iterations = self.log_stats and METRICS in (
+            self.vllm_config.additional_config
+        )
+        self.last_result: float | None = None  # None: no step has been in flight since
         self.num_preemptions = 0
         self.num_steps = 0  # whose results have arrived
         self.prefill_tokens: deque[int] = deque()  # of each step in flight
@@ -68,7 +74,7 @@ class LoggedScheduler(AsyncScheduler):
     ) -> RowCounts:
         """In plain pipeline parallelism each sampled row is a normal one and valid."""
         tokens = sum(map(len, output.sampled_token_ids or []))
-        return RowCounts(tokens, 0, tokens, 0, 0)
+        return RowCounts(tokens, 0, tokens, 0, 0, tokens)
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput
@@ -77,22 +83,39 @@ class LoggedScheduler(AsyncScheduler):
         outputs = super().update_from_output(scheduler_output, model_runner_output)
         self.num_steps += 1
         prefill_tokens = self.prefill_tokens.popleft()
+        step_milliseconds = self._step_milliseconds()
+        if self.iteration_log is None and not self.sends_iterations:
+            return outputs
+        blocks = self.kv_cache_manager.block_pool
+        iteration = dict(
+            step=self.num_steps,
+            scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
+            scheduled_requests=len(scheduler_output.num_scheduled_tokens),
+            prefill_tokens=prefill_tokens,
+            **counts._asdict(),
+            acceptance=counts.acceptance,
+            running=len(self.running),
+            waiting=len(self.waiting) + len(self.skipped_waiting),
+            preemptions=self.num_preemptions,
+            # one block is vLLM's null block, never free
+            kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
+            step_milliseconds=step_milliseconds,
+        )
         if self.iteration_log is not None:
-            blocks = self.kv_cache_manager.block_pool
-            self.iteration_log.write(
-                step=self.num_steps,
-                scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
-                scheduled_requests=len(scheduler_output.num_scheduled_tokens),
-                prefill_tokens=prefill_tokens,
-                **counts._asdict(),
-                acceptance=counts.acceptance,
-                running=len(self.running),
-                waiting=len(self.waiting) + len(self.skipped_waiting),
-                preemptions=self.num_preemptions,
-                # one block is vLLM's null block, never free
-                kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
-            )
+            self.iteration_log.write(**iteration)
+        if self.sends_iterations:
+            for output in outputs.values():
+                if output.scheduler_stats is not None:
+                    output.scheduler_stats.kv_connector_stats = iteration
         return outputs
+
+    def _step_milliseconds(self) -> float | None:
+        """Since the result before; None if the pipeline was empty in between."""
+        now = time.perf_counter()
+        since = None if self.last_result is None else now - self.last_result
+        in_flight = bool(self.prefill_tokens)  # an entry a step
+        self.last_result = now if in_flight else None
+        return None if since is None else round(since * 1e3, 3)
 
     def shutdown(self) -> None:
         super().shutdown()
@@ -214,7 +237,7 @@ class SpexisScheduler(LoggedScheduler):
     def row_counts(
         self, scheduler_output: SchedulerOutput, output: ModelRunnerOutput
     ) -> RowCounts:
-        return getattr(output, "spexis_row_counts", RowCounts(0, 0, 0, 0, 0))
+        return getattr(output, "spexis_row_counts", RowCounts(0, 0, 0, 0, 0, 0))
 
     def update_from_output(
         self, scheduler_output: SchedulerOutput, model_runner_output: ModelRunnerOutput

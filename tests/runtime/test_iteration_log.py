@@ -34,19 +34,20 @@ NEWEST = KNOWN_LEN - 1
 
 # (position, token, kind) of a row, and what it counts for
 FATES = {
-    (NEWEST, RIGHT, NORMAL): {"normal_rows", "valid_rows"},
+    (NEWEST, RIGHT, NORMAL): {"row_budget", "normal_rows", "valid_rows"},
     (NEWEST, RIGHT, DRAFT): {
+        "row_budget",
         "draft_rows",
         "valid_rows",
         "drafts_after_valid",
         "accepted_drafts",
     },
-    (NEWEST, WRONG, DRAFT): {"draft_rows", "drafts_after_valid"},
-    (NEWEST + 1, RIGHT, DRAFT): {"draft_rows"},  # one before it was wrong
-    (NEWEST + 2, WRONG, DRAFT): {"draft_rows"},
+    (NEWEST, WRONG, DRAFT): {"row_budget", "draft_rows", "drafts_after_valid"},
+    (NEWEST + 1, RIGHT, DRAFT): {"row_budget", "draft_rows"},  # one before it was wrong
+    (NEWEST + 2, WRONG, DRAFT): {"row_budget", "draft_rows"},
     (NEWEST, RIGHT, PREFILL): {"valid_rows"},
     (NEWEST - 3, RIGHT, PREFILL): set(),  # an inner chunk
-    (0, RIGHT, PAD): set(),
+    (0, RIGHT, PAD): {"row_budget"},
 }
 
 
@@ -117,7 +118,7 @@ def test_rates() -> None:
     names = RowCounts._fields
     lines = [
         dict(zip(names, counts, strict=True))
-        for counts in ((4, 8, 10, 6, 5), (4, 12, 8, 4, 3), (0, 0, 0, 0, 0))
+        for counts in ((4, 8, 10, 6, 5, 12), (4, 12, 8, 4, 3, 16), (0, 0, 0, 0, 0, 0))
     ]
     assert acceptance(lines) == 8 / 10
     assert accepted_of_all_drafts(lines) == 8 / 20
