@@ -20,7 +20,8 @@ from spexis_runtime.versions import check_versions
 class AsyncLLM(async_llm.AsyncLLM):
     """vLLM's, with the metrics of speculation beside vLLM's.
 
-    They are there where the scheduler is ours: with `exit_model` or `log_dir`.
+    They are there where the scheduler is ours, with `exit_model` or `log_dir`, unless a
+    KV connector has the place that their figures travel in.
     """
 
     def __init__(
@@ -32,8 +33,9 @@ class AsyncLLM(async_llm.AsyncLLM):
         stat_loggers: list[StatLoggerFactory] | None = None,
         **kwargs: Any,
     ) -> None:
-        scheduler = vllm_config.scheduler_config.scheduler_cls
-        if log_stats and str(scheduler).startswith("spexis_runtime."):
+        scheduler = str(vllm_config.scheduler_config.scheduler_cls)
+        ours = scheduler.startswith("spexis_runtime.")
+        if log_stats and ours and vllm_config.kv_transfer_config is None:
             vllm_config.additional_config[METRICS] = True
             stat_loggers = [PrometheusStatLogger, *(stat_loggers or [])]
         super().__init__(
