@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import uvloop
 from models import make_adapter
 from small_models import save_small_model
 
@@ -163,6 +164,26 @@ def test_refused_in_one_line(run, capsys, options, line):
     (said,) = capsys.readouterr().err.splitlines()
     assert said.startswith("spexis serve: error: ")
     assert line in said
+
+
+@pytest.mark.works("spexis serve: Ctrl-C while it starts")
+def test_ctrl_c_at_start(root, monkeypatch):
+    """At once: under asyncio's own handler the first one would wait for the engine."""
+    from vllm.entrypoints.cli.serve import ServeSubcommand
+
+    async def start_engine() -> None:
+        signal.raise_signal(signal.SIGINT)
+        raise AssertionError("still starting")
+
+    monkeypatch.setattr(
+        ServeSubcommand, "cmd", staticmethod(lambda args: uvloop.run(start_engine()))
+    )
+    monkeypatch.chdir(root)
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert serve.main(["model"]) == 130
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
 
 def test_help_in_vllm_s_manner(capsys, monkeypatch):
