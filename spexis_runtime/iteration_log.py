@@ -24,7 +24,7 @@ class RowCounts(NamedTuple):
     valid_rows: int  # rows that yielded a token, last prefill rows included
     drafts_after_valid: int  # draft rows all of whose predecessors were right
     accepted_drafts: int  # of those, right themselves
-    row_budget: int  # decode rows that the step had, padding included
+    row_budget: int  # decode rows that the step ran, padding included
 
     @property
     def acceptance(self) -> float | None:

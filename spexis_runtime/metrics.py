@@ -63,7 +63,7 @@ class SpeculationProm(KVConnectorProm):
         self.row_budget = metric(
             self._gauge_cls,
             "row_budget",
-            "Decode rows that the newest step had.",
+            "Decode rows that the newest step ran, padding included.",
             multiprocess_mode="mostrecent",
         )
         self.step_seconds = metric(
