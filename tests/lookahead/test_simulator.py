@@ -166,6 +166,12 @@ def test_requests_that_never_fit_are_refused():
         simulate(machine(num_blocks=60), alike(2, 1000), Rows(), vllm())
 
 
+def test_a_budget_without_rows_is_noticed():
+    budget = RowBudget.of_table(np.zeros(257, dtype=np.int64), STEP, STEP)
+    with pytest.raises(RuntimeError, match="no token in .* steps"):
+        simulate(machine(), alike(2, 5), Rows(budget, DraftLaw.uniform(0.5)), vllm())
+
+
 # ---- loads ---------------------------------------------------------------------------
 def test_loads(tmp_path):
     rng = np.random.default_rng(0)

@@ -55,6 +55,8 @@ from spexis_runtime.lookahead.simulator.state import (
 from spexis_runtime.lookahead.simulator.workload import Workload
 from spexis_runtime.lookahead.step_times import StageTimes
 
+MAX_QUIET = 50_000  # steps without a token, before it is taken to be stuck
+
 
 @compiled
 def _feed_rows(state, sizes, budget, law, seed, step, decoding, num_decoding):
@@ -374,9 +376,17 @@ def simulate(
     with tqdm(
         total=workload.num_requests, unit=" requests", disable=not progress
     ) as bar:
-        done = False
+        done, valid_rows, last_valid = False, -1, 0
         while not done:
             done = run(state, *arguments)
+            steps = int(state.counts[NUM_STEPS])
+            if state.counts[VALID_ROWS] > valid_rows:
+                valid_rows, last_valid = int(state.counts[VALID_ROWS]), steps
+            elif not done and steps - last_valid > MAX_QUIET:
+                raise RuntimeError(
+                    f"no token in {steps - last_valid} steps: does the row budget "
+                    "give rows?"
+                )
             bar.update(int(state.counts[NUM_ENDED]) - bar.n)
     count = [int(value) for value in state.counts]
     return Result(
