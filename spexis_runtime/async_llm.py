@@ -59,6 +59,7 @@ class AsyncEngineArgs(vllm.AsyncEngineArgs):
     exit_model: str | None = None
     row_budget: int | Literal["auto"] = "auto"
     drop_ratio: float | None = None
+    admission: Literal["vllm", "history"] = "vllm"
     log_dir: str | None = None
     stages_per_gpu: int = 1
 

@@ -24,9 +24,12 @@ class LLM(vllm.LLM):
         exit_model: directory of an exit adapter trained for `model`; stage 0 then holds
             its `exit_layer` layers. None: plain pipeline parallelism.
         row_budget: decode rows of a stage step, at least
-            ceil(max_num_seqs / pipeline_parallel_size); "auto" feeds all.
+            ceil(max_num_seqs / pipeline_parallel_size); "auto": what promises most
+            tokens a second by step times measured at start; without a GPU, all.
         drop_ratio: alpha of the paper's section 5.1, in [0, 1), instead of a budget: of
             B running requests, B / (1 + alpha (N - 1)) rows are fed (equation 3).
+        admission: which waiting requests start: by vLLM's rule, or also by "history":
+            if KV memory will do when each ends like those before it.
         log_dir: directory for the per-iteration JSONL log; created if missing.
         stages_per_gpu: stages that share a GPU through MPS, each with its share of the
             SMs; for development and tests. Needs `kv_cache_memory_bytes`.
@@ -44,6 +47,7 @@ class LLM(vllm.LLM):
         exit_model: str | os.PathLike[str] | None = None,
         row_budget: int | Literal["auto"] = "auto",
         drop_ratio: float | None = None,
+        admission: Literal["vllm", "history"] = "vllm",
         log_dir: str | os.PathLike[str] | None = None,
         stages_per_gpu: int = 1,
         **kwargs: Any,
@@ -55,6 +59,7 @@ class LLM(vllm.LLM):
             exit_model=exit_model,
             row_budget=row_budget,
             drop_ratio=drop_ratio,
+            admission=admission,
             log_dir=log_dir,
             stages_per_gpu=stages_per_gpu,
         )

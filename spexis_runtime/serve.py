@@ -40,13 +40,21 @@ def add_own_options(parser: argparse.ArgumentParser) -> None:
         default="auto",
         metavar="{auto,ROWS}",
         help="Decode rows of a stage step, at least ceil(max_num_seqs / "
-        "pipeline_parallel_size). auto: every running request.",
+        "pipeline_parallel_size). auto: what promises most tokens a second by step "
+        "times measured at start; without a GPU, every running request.",
     )
     group.add_argument(
         "--drop-ratio",
         type=float,
         help="The paper's alpha, in [0, 1), instead of a budget: of B running requests "
         "B / (1 + alpha (N - 1)) rows are run, least confident drafts dropped first.",
+    )
+    group.add_argument(
+        "--admission",
+        choices=("vllm", "history"),
+        default="vllm",
+        help="Which waiting requests start: by vLLM's rule, or also by the history of "
+        "lengths, if KV memory will do when each ends like those before it.",
     )
     group.add_argument(
         "--log-dir",

@@ -2,7 +2,9 @@
 """Options of `spexis serve`: vLLM's pass through, ours are checked, others' mapped."""
 
 import argparse
+import inspect
 import signal
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ import uvloop
 from models import make_adapter
 from small_models import save_small_model
 
-from spexis_runtime import serve
+from spexis_runtime import LLM, AsyncEngineArgs, serve
 from spexis_runtime.config import SpexisConfig
 from spexis_runtime.prototype_options import OPTIONS as PROTOTYPE_OPTIONS
 
@@ -81,9 +83,18 @@ def test_ours_make_speculation_happen(run, root):
     assert args.distributed_executor_backend.__name__ == "SpexisRayExecutor"
     assert (args.max_num_seqs, args.max_model_len) == (8, 64)
     assert not said
-    args, _ = run(*SPECULATE, "--drop-ratio", 0.5)
+    args, _ = run(*SPECULATE, "--drop-ratio", 0.5, "--admission", "history")
     assert spexis_config(args).drop_ratio == 0.5
+    assert spexis_config(args).admission == "history"
     assert spexis_config(args).row_budget == "auto"
+
+
+def test_every_setting_is_an_option_everywhere(run):
+    args, _ = run(*SPECULATE)
+    names = {field.name for field in fields(SpexisConfig)}
+    assert names <= vars(args).keys()
+    assert names <= {field.name for field in fields(AsyncEngineArgs)}
+    assert names <= inspect.signature(LLM).parameters.keys()
 
 
 def test_a_config_file_may_have_them_too(run, root, tmp_path):
