@@ -1,12 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Fixtures of the kernel tests: on a GPU where there is one, else interpreted."""
 
+import os
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton decorates the kernels
 
 sys.path.insert(0, str(Path(__file__).parents[1]))  # tests/tolerances.py
 
