@@ -67,11 +67,13 @@ def test_kernels_alone_need_no_vllm():
 
 def test_training_an_adapter(model, tmp_path, capsys):
     out = load("train_adapter").main(
-        ["--model", str(model), "--exit-layer", "2", "--out", str(tmp_path / "mine")]
+        ["--model", str(model), "--exit", "1/2", "--out", str(tmp_path / "mine")]
         + ["--max-new-tokens", "4"]
     )
     assert load_adapter_config(str(out)).exit_layer == 2
-    assert "top1" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "draft 1 " in said
+    assert "ECE " in said
 
 
 WAIT_FOR_NODES = """
