@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from spexis_runtime.lookahead.cost_model import effective_batch
+from spexis_runtime.train.prompts import write_text
 
 Key = tuple[str, int, int, str, float | None, int | str | None]
 
@@ -142,9 +143,7 @@ def main(argv: list[str] | None = None) -> None:
         "cases": cases(means, stages),
     }
     out = args.dir / "decode_throughput.json"
-    scratch = out.with_suffix(".tmp")
-    scratch.write_text(json.dumps(report, indent=1) + "\n")
-    scratch.replace(out)
+    write_text(out, json.dumps(report, indent=1) + "\n")
     plot(report["cases"], stages, args.dir)
     for e in report["cases"]:
         print(

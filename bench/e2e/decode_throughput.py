@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.e2e.shapes import DUMMY_WEIGHTS, SHAPES, write_shape
+from spexis_runtime.train.prompts import write_text
 
 os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc of functions
 
@@ -208,10 +209,7 @@ def run_round(name: str, args: argparse.Namespace, cells: list[Cell]) -> None:
             result = measure(llm, case, args.stages, start)
             done["cases"].append({"case": case, **result})
             print(name, case, json.dumps(result), flush=True)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            scratch = path.with_suffix(".tmp")
-            scratch.write_text(json.dumps(done, indent=1) + "\n")
-            scratch.replace(path)
+            write_text(path, json.dumps(done, indent=1) + "\n")
 
 
 def main(argv: list[str] | None = None) -> None:

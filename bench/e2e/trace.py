@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from bench.e2e.shapes import SHAPES
+from spexis_runtime.train.prompts import write_text
 
 REQUESTS, CONTEXT, TOKENS, SECONDS = 32, 128, 1200, 0.5
 FIRST_KERNEL = "_select_rows_kernel"
@@ -168,9 +169,7 @@ def main(argv: list[str] | None = None) -> None:
         "stage_0": figures(stages[0]),
     }
     path = args.out / f"trace_{args.shape}.json"
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(json.dumps(report, indent=1) + "\n")
-    scratch.replace(path)
+    write_text(path, json.dumps(report, indent=1) + "\n")
     print(json.dumps(report["stage_0"]))
 
 
