@@ -2,12 +2,14 @@
 """Make and measure what ships for SmolLM2-135M-Instruct, on one GPU.
 
     python -m bench.train.smollm2 --data DIR --out DIR [--minutes 8.5] [--ablation]
+        [--parts NAME ...]
 
 DIR has train_prompts.jsonl, heldout_prompts.jsonl and spec_bench_question.jsonl. Parts
 that are done are not done again, and a part that would not end within `--minutes` is
-not begun: give the same command again until it says that all is done. Into OUT come
-texts, adapters, length predictors and `results/`, what goes to bench/results. Training
-prompts that overlap Spec-Bench's are left out.
+not begun: give the same command again until it says that all is done. `--parts` does
+those whose names begin so, that two trainings may share a GPU that one does not fill.
+Into OUT come texts, adapters, length predictors and `results/`, what goes to
+bench/results. Training prompts that overlap Spec-Bench's are left out.
 """
 
 from __future__ import annotations
@@ -31,10 +33,11 @@ from spexis_runtime.train.prompts import read_prompts, write_text
 NAME = "smollm2-135m-instruct"
 MAX_WEIGHT_BYTES = 16_000_000  # of all that ships
 MAX_MODEL_LEN = 2048 + 1024  # of prompt and answer
-NUM_TRANSLATIONS, NUM_QUESTIONS, NUM_SELF_PROMPTS = 1200, 500, 4000
+GPU_SHARE = 0.4  # of its memory: the model is small
+NUM_TRANSLATIONS, NUM_QUESTIONS, NUM_SELF_PROMPTS = 1200, 1500, 6000
 ADAPTERS = {  # exit layer: inputs, minutes of training
-    15: ("5,10,15", 3.2),
-    8: ("2,5,8", 2.7),
+    15: ("5,10,15", 7.5),
+    8: ("2,5,8", 7.5),
 }
 BLOCK = "--intermediate-size 1088"
 LENGTH_MINUTES = 0.6
@@ -124,7 +127,9 @@ class Texts:
         def made() -> None:
             limit = None if self.small == 1 else int(200 * self.small)
             options["max_new_tokens"] = int(options["max_new_tokens"] * self.small)
-            self.engine = self.engine or make_engine(self.model, MAX_MODEL_LEN, 0)
+            self.engine = self.engine or make_engine(
+                self.model, MAX_MODEL_LEN, 0, gpu_memory_utilization=GPU_SHARE
+            )
             generate_texts(
                 self.model,
                 read_prompts(str(prompts), limit),
@@ -252,6 +257,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, required=True, help="what is made")
     add("--model", type=Path, help="SmolLM2's directory, if it is there")
     add("--minutes", type=float, default=8.5, help="begin nothing that ends later")
+    add("--parts", nargs="+", default=[""], help="those whose names begin so")
     add("--ablation", action="store_true", help="what helps, instead of what ships")
     add("--small", type=float, default=1.0, help="a share, to try the plumbing")
     args = parser.parse_args(argv)
@@ -269,7 +275,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def in_time(parts: dict[str, Part]) -> bool:
         for name, part in parts.items():
-            if part.done.exists():
+            if part.done.exists() or not name.startswith(tuple(args.parts)):
                 continue
             passed = (time.perf_counter() - start) / 60
             minutes = part.minutes * args.small
@@ -289,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args.ablation and (size := weight_bytes(args.out)) > MAX_WEIGHT_BYTES:
         print(f"error: the weights take {size} bytes, {MAX_WEIGHT_BYTES} are allowed")
         return 1
-    print(f"all done; results in {args.out / 'results'}")
+    print(f"done; results in {args.out / 'results'}")
     return 0
 
 

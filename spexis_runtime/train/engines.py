@@ -195,11 +195,13 @@ class TransformersEngine:
         return Labels(best.indices.int().cpu(), best.values.half().cpu())
 
 
-def make_engine(path: str, max_model_len: int, top_logits: int) -> Engine:
-    """vLLM if it is installed and there is a GPU, else transformers."""
+def make_engine(
+    path: str, max_model_len: int, top_logits: int, **options: Any
+) -> Engine:
+    """vLLM, with `options` of vllm.LLM, where there is a GPU; else transformers."""
     if torch.cuda.is_available():
         try:
-            return VllmEngine(path, max_model_len, top_logits)
+            return VllmEngine(path, max_model_len, top_logits, **options)
         except ImportError:
             pass
     return TransformersEngine(load_target(path))
