@@ -18,6 +18,7 @@ import hashlib
 import json
 import os
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -109,7 +110,7 @@ class TextStore:
         categories = sorted({text.category for text in texts})
         wide = self.settings["vocab_size"] > 1 << 16
         tensors = {
-            "ids": torch.tensor(sum((t.ids for t in texts), [])).to(
+            "ids": torch.tensor(list(chain.from_iterable(t.ids for t in texts))).to(
                 torch.int32 if wide else torch.uint16
             ),
             "lengths": torch.tensor([len(t.ids) for t in texts], dtype=torch.int32),
