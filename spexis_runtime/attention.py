@@ -10,6 +10,7 @@ from vllm import _custom_ops as ops
 from vllm.config import get_current_vllm_config
 from vllm.v1.attention.backend import (
     AttentionBackend,
+    AttentionCGSupport,
     AttentionImpl,
     AttentionMetadataBuilder,
     CommonAttentionMetadata,
@@ -47,6 +48,10 @@ class SpexisAttentionMetadata:
 
 
 class SpexisAttentionMetadataBuilder(AttentionMetadataBuilder):
+    # a decode step's launch depends on the number of its requests alone; that of a step
+    # with prefill chunks on how many tokens they have
+    _cudagraph_support = AttentionCGSupport.UNIFORM_SINGLE_TOKEN_DECODE
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:  # abstract in vLLM
         super().__init__(*args, **kwargs)
 
