@@ -19,7 +19,6 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from vllm.config import VllmConfig
-from vllm.distributed.parallel_state import get_tp_group
 from vllm.model_executor.layers.layernorm import RMSNorm
 from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
@@ -31,10 +30,10 @@ from vllm.model_executor.models.qwen2 import Qwen2Attention
 from vllm.model_executor.models.qwen3 import Qwen3Attention
 from vllm.sequence import IntermediateTensors
 
-from spexis_kernels import DraftHead, combine_draft_heads, draft_head
 from spexis_kernels.pool import Rows
 from spexis_runtime.adapter.config import LM_HEAD, AdapterConfig, load_adapter_config
 from spexis_runtime.adapter.files import WEIGHTS_FILE
+from spexis_runtime.vocab_parallel import vocab_parallel_draft_head
 
 # vLLM keeps some projections of a layer in one parameter: name, its name there, place
 _SHARDS = (
@@ -150,15 +149,9 @@ class ExitHead(nn.Module):
             rows: the step's rows, [num_rows]; a drafter may look at them.
             sampling: temperature, seed and position of each row; empty: greedy.
         """
-        shard = self.lm_head.shard_indices
-        head = draft_head(
-            self.hidden_states[logits_indices],
-            self.lm_head.weight[: shard.num_org_elements],
-            vocab_start=shard.org_vocab_start_index,
-            **sampling,
+        head = vocab_parallel_draft_head(
+            self.hidden_states[logits_indices], self.lm_head, **sampling
         )
-        if get_tp_group().world_size > 1:
-            head = combine_draft_heads(_of_all_shards(head))
         return Drafts(head.token, calibrated(head.confidence, self.calibration))
 
 
@@ -183,19 +176,6 @@ def _keep_stream(feature: torch.Tensor, layer: nn.Module, args: tuple, kwargs: d
     inputs = dict(zip(names, args, strict=False)) | kwargs
     x, residual = inputs["hidden_states"], inputs["residual"]
     feature[: len(x)].copy_(x if residual is None else x + residual)
-
-
-def _of_all_shards(head: DraftHead) -> DraftHead:
-    """`head` of each rank's vocabulary shard, [tensor_parallel_size, rows] each.
-
-    In one collective: four bytes an element, whatever they mean.
-    """
-    fields = torch.stack([field.view(torch.int32) for field in head])
-    shards = get_tp_group().all_gather(fields[None], dim=0)  # [ranks, fields, rows]
-    shards = shards.transpose(0, 1).contiguous()
-    return DraftHead(
-        *(new.view(old.dtype) for new, old in zip(shards, head, strict=True))
-    )
 
 
 def _attention(

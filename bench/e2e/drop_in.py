@@ -2,11 +2,13 @@
 """Decode throughput of stock vLLM, by its default attention backend and by ours.
 
     python -m bench.e2e.drop_in --out bench/results/h200
+    python -m bench.e2e.drop_in --out bench/results/h200 --ways greedy_head
 
 One GPU, no pipeline, nothing speculated, vLLM's own `LLM`: what `--attention-backend
-CUSTOM` alone makes of a model of noise. Engines start in the order default, ours,
-default, ours; each case is written as it ends, and what the file has is not measured
-again, so that a run which was cut off goes on.
+CUSTOM` alone makes of a model of noise; `greedy_head` also samples with `draft_head`.
+Engines start in the order default, ours, default, ours; each case is written as it
+ends, and what the file has is not measured again, so that a run which was cut off goes
+on.
 
 Prompts are not computed: vLLM's own `DecodeBenchConnector` fills their KV cache with
 noise. Where this package is not installed, but on PYTHONPATH, vLLM finds CUSTOM through
@@ -34,7 +36,12 @@ os.environ["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # collective_rpc of funct
 WAYS: dict[str, dict[str, Any]] = {
     "default": {},
     "ours": {"attention_config": {"backend": "CUSTOM"}},
+    "greedy_head": {
+        "attention_config": {"backend": "CUSTOM"},
+        "worker_cls": "spexis_runtime.greedy_head.GreedyHeadWorker",
+    },
 }
+RATIOS = {"ratio": "ours", "greedy_head_ratio": "greedy_head"}  # over the default
 ROUNDS = 2
 REQUESTS = (1, 8, 32, 64, 128, 256)
 PROMPT_TOKENS, DECODE_TOKENS, WARM_UP_TOKENS = 928, 96, 8
@@ -164,7 +171,6 @@ class Results:
             "context": [PROMPT_TOKENS, PROMPT_TOKENS + DECODE_TOKENS],
             "unit": "tok/s",
             "engines": {},
-            **{way: [] for way in WAYS},
         }
         self.report["cases"].append(case)
         return case
@@ -176,10 +182,11 @@ class Results:
 
         case = self.case(shape, requests)
         case["engines"][way] = engine
-        case[way].append(figure)
-        if all(case[way] for way in WAYS):
-            median = {way: statistics.median(case[way]) for way in WAYS}
-            case["ratio"] = round(median["ours"] / median["default"], 3)
+        case.setdefault(way, []).append(figure)
+        median = {w: statistics.median(case[w]) for w in WAYS if w in case}
+        for name, way in RATIOS.items():
+            if median.keys() >= {"default", way}:
+                case[name] = round(median[way] / median["default"], 3)
         self.report = {
             "command": "python -m bench.e2e.drop_in",
             "machine": current_platform.get_device_name(),
@@ -190,11 +197,15 @@ class Results:
         write_text(self.path, json.dumps(self.report, indent=1) + "\n")
 
 
-def run(results: Results, name: str, config: Any, requests: list[int]) -> None:
+def run(
+    results: Results, ways: list[str], name: str, config: Any, requests: list[int]
+) -> None:
     """Measure what the file lacks of a shape, engine by engine."""
     for number in range(ROUNDS):
-        for way in WAYS:
-            missing = [n for n in requests if len(results.case(name, n)[way]) <= number]
+        for way in ways:
+            missing = [
+                n for n in requests if len(results.case(name, n).get(way, [])) <= number
+            ]
             if not missing:
                 continue
             with engine(config, way, requests) as llm:
@@ -218,6 +229,7 @@ def main(argv: list[str] | None = None) -> None:
     add("--out", type=Path, required=True, help="directory of drop_in.json")
     shapes = ["llama-8b", "qwen3-32b"]
     add("--shapes", nargs="+", choices=SHAPES, default=shapes)
+    add("--ways", nargs="+", choices=WAYS, default=["default", "ours"])
     add("--requests", nargs="+", type=int, default=list(REQUESTS))
     args = parser.parse_args(argv)
     if min(args.requests) < 1:
@@ -229,7 +241,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     results = Results(args.out / "drop_in.json")
     for shape in args.shapes:
-        run(results, *SHAPES[shape], sorted(set(args.requests)))
+        run(results, args.ways, *SHAPES[shape], sorted(set(args.requests)))
 
 
 if __name__ == "__main__":

@@ -13,6 +13,14 @@ if TYPE_CHECKING:
 
 patches.define_missing_c_ops()
 
+WORKERS = {
+    "auto": "spexis_runtime.no_gpu.worker.NoGpuWorker",
+    "spexis_runtime.greedy_head.GreedyHeadWorker": (
+        "spexis_runtime.no_gpu.worker.GreedyHeadNoGpuWorker"
+    ),
+}
+"""What a user's `worker_cls` is here."""
+
 
 class NoGpuPlatform(CpuPlatform):
     """vLLM's CPU platform without compiled operators, with Ray and async scheduling."""
@@ -35,8 +43,7 @@ class NoGpuPlatform(CpuPlatform):
         scheduler = vllm_config.scheduler_config
         cache = vllm_config.cache_config
         kept = parallel.distributed_executor_backend, scheduler.async_scheduling
-        if parallel.worker_cls == "auto":
-            parallel.worker_cls = "spexis_runtime.no_gpu.worker.NoGpuWorker"
+        parallel.worker_cls = WORKERS.get(parallel.worker_cls, parallel.worker_cls)
         if not cache.user_specified_block_size:
             cache.block_size, cache.user_specified_block_size = 16, True
         super().check_and_update_config(vllm_config)

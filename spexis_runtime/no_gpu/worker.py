@@ -12,6 +12,7 @@ patches.top_k_top_p_in_torch()
 from vllm.v1.worker.cpu.model_runner import CPUModelRunner  # noqa: E402
 from vllm.v1.worker.cpu_worker import CPUWorker  # noqa: E402
 
+from spexis_runtime.greedy_head import GreedyHeadRunner, WithGreedyHead  # noqa: E402
 from spexis_runtime.model_runner import SpexisModelRunner  # noqa: E402
 from spexis_runtime.worker import FailFast, StageWorker  # noqa: E402
 
@@ -28,4 +29,15 @@ class SpexisNoGpuWorker(StageWorker, CPUWorker):
     """A stage of a speculative pipeline."""
 
     model_runner_cls = SpexisCPUModelRunner
+    replaced_runner = ("vllm.v1.worker.cpu.model_runner", "CPUModelRunner")
+
+
+class GreedyHeadCPUModelRunner(GreedyHeadRunner, CPUModelRunner):
+    """vLLM's CPU runner with the greedy head."""
+
+
+class GreedyHeadNoGpuWorker(WithGreedyHead, FailFast, CPUWorker):
+    """Plain vLLM with the greedy head."""
+
+    model_runner_cls = GreedyHeadCPUModelRunner
     replaced_runner = ("vllm.v1.worker.cpu.model_runner", "CPUModelRunner")

@@ -26,19 +26,21 @@ def test_each_case_is_written_and_none_measured_twice(tmp_path, monkeypatch, cap
     for name, tokens in {"PROMPT": 40, "DECODE": 8, "WARM_UP": 2}.items():
         monkeypatch.setattr(drop_in, f"{name}_TOKENS", tokens)
     monkeypatch.setattr(drop_in, "ROUNDS", 1)
-    options = ["--out", str(tmp_path), "--shapes", "tiny", "--requests"]
-    drop_in.main([*options, "3"])
+    options = ["--out", str(tmp_path), "--shapes", "tiny", "--requests", "3"]
+    drop_in.main(options)
+    drop_in.main([*options, "--ways", "greedy_head"])
     report = json.loads((tmp_path / "drop_in.json").read_text())
     assert report.keys() == {"command", "machine", "date", "versions", "cases"}
     [case] = report["cases"]
     assert (case["shape"], case["requests"]) == ("tiny shape", 3)
-    [[default], [ours]] = case["default"], case["ours"]
+    [default], [ours], [head] = (case[way] for way in drop_in.WAYS)
     assert case["ratio"] == pytest.approx(ours / default, abs=1e-3)
+    assert case["greedy_head_ratio"] == pytest.approx(head / default, abs=1e-3)
     assert case["engines"]["ours"]["attention"] == "CUSTOM"
 
     capsys.readouterr()
     monkeypatch.setattr(drop_in, "engine", lambda *_: pytest.fail("measured again"))
-    drop_in.main([*options, "3"])
+    drop_in.main([*options, "--ways", *drop_in.WAYS])
     assert json.loads((tmp_path / "drop_in.json").read_text()) == report
 
 
