@@ -129,12 +129,11 @@ class SpexisAttentionImpl(AttentionImpl):
         logits_soft_cap: float | None = None,
         attn_type: str = "decoder",
         kv_sharing_target_layer_name: str | None = None,
-        **kwargs: Any,
+        **others: Any,  # of single models: sinks, lookback of chunks
     ) -> None:
-        for name, value in (
-            ("alibi_slopes", alibi_slopes),
-            ("kv_sharing_target_layer_name", kv_sharing_target_layer_name),
-        ):
+        others["alibi_slopes"] = alibi_slopes
+        others["kv_sharing_target_layer_name"] = kv_sharing_target_layer_name
+        for name, value in others.items():
             if value is not None:
                 raise NotImplementedError(
                     f"attention backend CUSTOM does not support {name}"
