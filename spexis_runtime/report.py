@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`spexis report`: a page of charts from the per-iteration log, without a network.
 
-What the log does not have is not drawn: confidence ranks, and the stages' own times.
+What the log does not have is not drawn: plain pipeline parallelism has no drafts.
 """
 
 import argparse
@@ -20,9 +20,11 @@ from spexis_runtime.iteration_log import (
     read_iterations,
     tokens_per_step,
 )
+from spexis_runtime.timeline import timeline
 
 Iterations = list[dict[str, Any]]
 POINTS = 200  # of a line, at most
+TENTHS = 10
 WIDTH, HEIGHT, MARGIN = 860, 200, 50  # of a chart, in pixels
 COLOURS = ("#1b6ca8", "#d1495b", "#66a182")
 STYLE = """body{font:15px sans-serif;margin:2em auto;max-width:900px}
@@ -113,6 +115,26 @@ def charts(parts: list[Iterations]) -> list[Chart]:
     ]
 
 
+def confidence_chart(iterations: Iterations) -> Chart:
+    """Over the tenths of a step's drafts, the most confident first."""
+    right, drafts = [0] * TENTHS, [0] * TENTHS
+    for iteration in iterations:
+        outcomes = iteration["drafts_by_confidence"]
+        for rank, outcome in enumerate(outcomes):
+            tenth = TENTHS * (2 * rank + 1) // (2 * len(outcomes))
+            right[tenth] += outcome == "1"
+            drafts[tenth] += 1
+    return Chart(
+        "Acceptance over confidence rank",
+        "accepted drafts / drafts whose prefix was right",
+        {
+            "acceptance": [
+                a / b if b else None for a, b in zip(right, drafts, strict=True)
+            ]
+        },
+    )
+
+
 def split(iterations: Iterations, most: int) -> list[Iterations]:
     """`most` parts or fewer, of nearly the same length, in order."""
     count = min(most, len(iterations))
@@ -120,10 +142,10 @@ def split(iterations: Iterations, most: int) -> list[Iterations]:
     return [iterations[a:b] for a, b in zip(edges, edges[1:], strict=False)]
 
 
-def svg(chart: Chart, seconds: list[float]) -> str:
-    """The chart over `seconds`, the time of each point."""
+def svg(chart: Chart, places: list[float], unit: str = "s") -> str:
+    """The chart over `places`, from left to right, of each point."""
     values = [v for line in chart.lines.values() for v in line if v is not None]
-    top, end = max(values, default=0) or 1, seconds[-1] or 1
+    top, end = max(values, default=0) or 1, places[-1] or 1
 
     def point(x: float, y: float) -> str:
         across = MARGIN + x / end * (WIDTH - 2 * MARGIN)
@@ -138,14 +160,14 @@ def svg(chart: Chart, seconds: list[float]) -> str:
         'stroke="#999"/>',
         text(MARGIN - 5, 24, f"{top:.4g}", "end"),
         text(MARGIN - 5, HEIGHT - 28, "0", "end"),
-        text(WIDTH - MARGIN, HEIGHT - 12, f"{end:.4g} s", "end"),
+        text(WIDTH - MARGIN, HEIGHT - 12, f"{end:.4g} {unit}", "end"),
         text(MARGIN, HEIGHT - 12, chart.unit, "start"),
     ]
     for i, ((name, line), colour) in enumerate(
         zip(chart.lines.items(), COLOURS, strict=False)
     ):
         pieces, pen = [], "M"
-        for x, y in zip(seconds, line, strict=True):
+        for x, y in zip(places, line, strict=True):
             if y is not None:
                 pieces.append(pen + point(x, y))
             pen = "M" if y is None else "L"
@@ -174,6 +196,14 @@ def _page(
     yield "</table>"
     for chart in charts:
         yield f"<h2>{chart.title}</h2>{svg(chart, seconds)}"
+    if any(i["drafts_by_confidence"] for i in iterations):
+        chart = confidence_chart(iterations)
+        tenths = [100 * (i + 0.5) / TENTHS for i in range(TENTHS)]
+        drawn = svg(chart, tenths, "% of a step's drafts, most confident first")
+        yield f"<h2>{chart.title}</h2>{drawn}"
+    if second := timeline(iterations):
+        yield f"<h2>The second with most tokens, across stages</h2>{second}"
+        yield "<p>Placed by when the last stage's results came.</p>"
     yield "</html>"
 
 

@@ -87,13 +87,16 @@ class LoggedScheduler(AsyncScheduler):
         if self.iteration_log is None and not self.sends_iterations:
             return outputs
         blocks = self.kv_cache_manager.block_pool
+        drafts = getattr(model_runner_output, "spexis_drafts", None)
         iteration = dict(
             step=self.num_steps,
+            stages=self.vllm_config.parallel_config.pipeline_parallel_size,
             scheduled_tokens=scheduler_output.total_num_scheduled_tokens,
             scheduled_requests=len(scheduler_output.num_scheduled_tokens),
             prefill_tokens=prefill_tokens,
             **counts._asdict(),
             acceptance=counts.acceptance,
+            drafts_by_confidence="" if drafts is None else drafts.by_confidence(),
             running=len(self.running),
             waiting=len(self.waiting) + len(self.skipped_waiting),
             preemptions=self.num_preemptions,

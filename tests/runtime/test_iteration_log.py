@@ -6,6 +6,7 @@ import os
 import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -20,6 +21,7 @@ from spexis_kernels.constants import (
 )
 from spexis_kernels.pool import RequestPool, Rows
 from spexis_runtime.iteration_log import (
+    DraftOutcomes,
     IterationLog,
     RowCounts,
     acceptance,
@@ -85,6 +87,15 @@ def test_counts_add_up() -> None:
         name: sum(name in FATES[row] for row in rows) for name in RowCounts._fields
     }
     assert set(count([]).values()) == {0}
+
+
+def test_drafts_by_confidence() -> None:
+    depth = np.ones(4, dtype=np.int32)
+    confidence = np.array([0.2, 0.9, 0.5, 0.5], dtype=np.float32)
+    right = np.array([False, True, True, False])
+    assert DraftOutcomes(depth, confidence, right).by_confidence() == "1100"
+    none = DraftOutcomes(depth[:0], confidence[:0], right[:0])
+    assert none.by_confidence() == ""
 
 
 def test_lines_are_complete_as_they_are_written(tmp_path: Path) -> None:

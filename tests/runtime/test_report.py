@@ -10,6 +10,7 @@ import pytest
 
 from spexis_runtime import report, top
 from spexis_runtime.iteration_log import IterationLog, last_iterations, read_iterations
+from spexis_runtime.timeline import bars, busiest_second, timeline
 
 SVG = re.compile(r"<svg .*?</svg>")
 
@@ -27,6 +28,9 @@ def iteration(step: int, **values: Any) -> dict[str, Any]:
         preemptions=1,
         kv_blocks_used=10,
         step_milliseconds=2.0,
+        stages=2,
+        prefill_tokens=0,
+        drafts_by_confidence="1100",
     )
     return dict(step=step) | defaults | values
 
@@ -54,8 +58,8 @@ def test_the_page_shows_the_log(log_dir, capsys):
         ("preemptions", "1"),
     ):
         assert f"<tr><td>{name}</td><td>{value}</td></tr>" in text
-    charts = [ElementTree.fromstring(svg) for svg in SVG.findall(text)]
-    assert len(charts) == len(re.findall("<h2>", text)) == 5
+    *charts, _ = [ElementTree.fromstring(svg) for svg in SVG.findall(text)]
+    assert len(charts) + 1 == len(re.findall("<h2>", text)) == 7
     for chart in charts:
         axes, *lines = chart.findall("path")
         assert lines
@@ -93,6 +97,78 @@ def test_a_gap_where_nothing_was_measured():
     assert charts["Acceptance"].lines["acceptance"] == [0.5, None, 0.5]
     drawn = ElementTree.fromstring(report.svg(times, [1.0, 2.0, 3.0]))
     assert [p[0] for p in drawn.findall("path")[1].get("d").split()] == ["M", "M"]
+
+
+def test_acceptance_over_confidence_rank():
+    """Two steps of ten drafts, one of two: halves count for the tenths in them."""
+    lines = [
+        iteration(0, drafts_by_confidence="1111100000"),
+        iteration(1, drafts_by_confidence="1110000000"),
+        iteration(2, drafts_by_confidence="10"),
+        iteration(3, drafts_by_confidence=""),
+    ]
+    shares = report.confidence_chart(lines).lines["acceptance"]
+    assert shares == [1, 1, 1, 0.5, 0.5, 0, 0, 0, 0, 0]
+    lines[0]["drafts_by_confidence"] = lines[1]["drafts_by_confidence"] = ""
+    alone = report.confidence_chart(lines).lines["acceptance"]
+    assert [i for i, share in enumerate(alone) if share is not None] == [2, 7]
+    lines[2]["drafts_by_confidence"] = ""
+    assert "confidence rank" not in report.page(
+        [line | {"milliseconds": 2.0} for line in lines], "no drafts"
+    )
+
+
+def timed(count: int, milliseconds: float, **values: Any) -> list[dict[str, Any]]:
+    return [
+        iteration(
+            i, milliseconds=milliseconds, step_milliseconds=milliseconds, **values
+        )
+        for i in range(count)
+    ]
+
+
+def test_the_busiest_second():
+    lines = timed(100, 20, valid_rows=1) + timed(50, 20, valid_rows=2)
+    lines += timed(50, 20, valid_rows=1)
+    assert busiest_second(lines) == pytest.approx((2.0, 3.0))
+    assert busiest_second(lines[:3]) == (0.0, 1.0), "a log shorter than a second"
+
+
+def test_each_stage_is_a_step_ahead_of_the_next():
+    lines = timed(8, 10, stages=3)
+    lines[5]["step_milliseconds"] = None  # the pipeline was empty before
+    seen: dict[int, list[tuple[int, int]]] = {}
+    for bar in bars(lines, 0, 1):
+        tick = round(bar.end * 100) - 1
+        assert bar.end - bar.start == pytest.approx(0.01)
+        seen.setdefault(bar.stage, []).append((tick, bar.step["step"]))
+    assert seen == {
+        2: [(i, i) for i in (0, 1, 2, 3, 4, 6, 7)],
+        1: [(i, i + 1) for i in (0, 1, 2, 3, 6)],
+        0: [(i, i + 2) for i in (0, 1, 2)],
+    }
+    assert sorted({bar.end for bar in bars(lines, 0.0199, 0.041)}) == pytest.approx(
+        [0.03, 0.04]
+    )
+
+
+def test_bars_show_what_became_of_rows():
+    lines = timed(4, 10, prefill_tokens=2)
+    chart = ElementTree.fromstring(timeline(lines))
+    titles = [rect.find("title").text for rect in chart.iter("rect")]
+    assert len(titles) == 4 * (4 + 3)
+    first = [title for title in titles if title.startswith("step 0: ")]
+    assert [title.partition(": ")[2] for title in first] == [
+        "3 normal rows",
+        "2 accepted drafts",
+        "2 void drafts",
+        "2 prompt tokens",
+    ]
+    heights = [float(rect.get("height")) for rect in chart.iter("rect")]
+    assert heights[0] == pytest.approx(1.5 * heights[1], abs=0.2)
+    for line in lines:
+        line["step_milliseconds"] = None
+    assert timeline(lines) is None
 
 
 def test_parts_hold_all_in_order():

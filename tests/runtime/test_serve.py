@@ -24,6 +24,7 @@ from processes import outlast, processes
 from server import Server
 from tolerances import LOGPROBS
 
+from spexis_runtime import report
 from spexis_runtime.demo import ADAPTER
 from spexis_runtime.demo_prompts import DEMO_PROMPTS
 from spexis_runtime.iteration_log import read_iterations
@@ -332,6 +333,13 @@ def test_metrics_are_what_the_log_says(server, log_dir):
     assert metrics["spexis_step_seconds_count"] == len(busy)
     assert metrics["spexis_step_seconds_sum"] == pytest.approx(sum(busy) / 1e3)
     assert metrics["spexis_row_budget"] == lines[-1]["row_budget"]
+    for line in lines:
+        ranked = line["drafts_by_confidence"]
+        assert len(ranked) == line["drafts_after_valid"]
+        assert ranked.count("1") == line["accepted_drafts"]
+    page = report.page(lines, "a server's log")
+    assert "confidence rank" in page
+    assert "stage 1</text>" in page
     text = httpx.get(f"{server.url}/metrics").text
     labels = re.findall(r"^vllm:generation_tokens_total({.*})", text, re.MULTILINE)
     assert labels == re.findall(rf"^{ACCEPTED}({{.*}})", text, re.MULTILINE)
