@@ -134,7 +134,11 @@ def _check_speculation(
             ("speculative_config", "spec_method", "spec_model"),
             "two ways to draft cannot be combined",
         ),
-        (("enable_lora",), "LoRA is not supported with speculation yet"),
+        (
+            ("enable_lora",),
+            "the host, where vLLM maps LoRA's adapters to a step's rows, does not know "
+            "these (docs/limits.md says what it would take)",
+        ),
         (("quantization",), "quantised models are not supported with speculation yet"),
         (
             ("kv_transfer_config", "kv_offloading_size"),

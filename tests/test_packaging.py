@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tarfile
 import tomllib
+import venv
 import zipfile
 from pathlib import Path
 
@@ -167,6 +168,55 @@ def test_the_runtime_says_what_it_needs(installed, words):
         f"spexis {words.split()[0]} needs what is not installed here ("
     )
     assert "pip install 'spexis[" in done.stderr
+
+
+@pytest.fixture(scope="module")
+def environment(wheel) -> Path:
+    """One into which pip has put the wheel, and nothing else."""
+    path = wheel.parent / "environment"
+    venv.create(path)
+    into = ["--python", path / "bin" / "python"]
+    command = [sys.executable, "-m", "pip", *into, "install", "--quiet", "--no-index"]
+    done = subprocess.run(
+        [*command, "--no-deps", wheel], capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def run_in(environment: Path, *words: str) -> subprocess.CompletedProcess:
+    program, *arguments = words
+    return subprocess.run(
+        [environment / "bin" / program, *arguments],
+        cwd=environment,
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+    )
+
+
+def test_the_command_is_installed(environment):
+    shown = run_in(environment, "spexis", "--version")
+    assert shown.stdout.strip() == metadata.version("spexis")
+    needs = run_in(environment, "spexis", "serve", "model")
+    assert needs.returncode
+    assert "spexis_runtime needs vllm" in needs.stderr
+
+
+def test_vllm_would_find_its_plugins(environment):
+    """And no logits processor, which would rule out vLLM's V2 model runner."""
+    code = """
+from importlib.metadata import distribution
+from importlib.util import find_spec
+for point in distribution("spexis").entry_points:
+    print(point.group, find_spec(point.module) is not None)
+"""
+    lines = run_in(environment, "python", "-c", code).stdout.splitlines()
+    assert sorted(lines) == [
+        "console_scripts True",
+        "vllm.general_plugins True",
+        "vllm.platform_plugins True",
+    ]
 
 
 def test_extras():

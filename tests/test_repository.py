@@ -175,3 +175,38 @@ def test_shipped_adapters() -> None:
         )
         total += (adapter / "model.safetensors").stat().st_size
     assert 0 < total < MAX_WEIGHT_BYTES  # all of them together
+
+
+PAGES = sorted(path.relative_to(ROOT).as_posix() for path in ROOT.glob("docs/*.md"))
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall("^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+@pytest.mark.parametrize("name", ["README.md", "CONTRIBUTING.md", *PAGES])
+def test_links_of_a_page(name: str) -> None:
+    """Those within the repository lead somewhere."""
+    page = ROOT / name
+    links = re.findall(r"\]\(([^)\s]+)\)", page.read_text())
+    for link in links:
+        if link.startswith("https://"):
+            continue
+        file, _, anchor = link.partition("#")
+        target = page.parent / file if file else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_index_names_every_page() -> None:
+    """In the order in which they are to be read."""
+    index = (ROOT / "docs" / "README.md").read_text()
+    assert {Path(page).name for page in PAGES} - {"README.md"} == set(
+        re.findall(r"\]\((\w+\.md)\)", index)
+    )
+    order = ["how_it_works", "choosing", "training", "serving", "metrics", "kernels"]
+    order += ["limits", "troubleshooting"]
+    places = [index.index(f"({name}.md)") for name in order]
+    assert places == sorted(places)

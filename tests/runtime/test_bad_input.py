@@ -261,7 +261,10 @@ REFUSED_FEATURES: dict[str, tuple[dict[str, Any], str]] = {
         {"speculative_config": {"method": "ngram", "num_speculative_tokens": 2}},
         "exit_model cannot go with speculative_config: two ways to draft",
     ),
-    "LoRA": ({"enable_lora": True}, "exit_model cannot go with enable_lora"),
+    "LoRA": (
+        {"enable_lora": True},
+        "exit_model cannot go with enable_lora: the host, where vLLM maps",
+    ),
     "KV connectors": ({"kv_transfer_config": {"a": 1}}, "go with kv_transfer_config"),
     "KV offloading": ({"kv_offloading_size": 4.0}, "go with kv_offloading_size"),
     "sleep and wake-up": (
