@@ -198,7 +198,7 @@ def _page(
         yield f"<h2>{chart.title}</h2>{svg(chart, seconds)}"
     if any(i["drafts_by_confidence"] for i in iterations):
         chart = confidence_chart(iterations)
-        tenths = [100 * (i + 0.5) / TENTHS for i in range(TENTHS)]
+        tenths = [100 * (i + 1) / TENTHS for i in range(TENTHS)]
         drawn = svg(chart, tenths, "% of a step's drafts, most confident first")
         yield f"<h2>{chart.title}</h2>{drawn}"
     if second := timeline(iterations):

@@ -10,13 +10,15 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any, NamedTuple
 
+PROMPT = "prompt tokens"
 PARTS = {
     "normal rows": "#1b6ca8",
     "accepted drafts": "#66a182",
     "void drafts": "#d1495b",
-    "prompt tokens": "#bbbbbb",
+    PROMPT: "#bbbbbb",
 }
-WIDTH, MARGIN, LANE, BAR = 860, 50, 40, 34  # pixels; a lane a stage
+WIDTH, MARGIN, LANE = 860, 50, 40  # pixels; a lane a stage
+BAR, CAP = 28, 6  # pixels, of most decode rows; of prompt tokens, however many
 SECONDS = 1.0
 
 
@@ -75,13 +77,13 @@ def bars(iterations: list[dict[str, Any]], start: float, end: float) -> Iterator
 def timeline(iterations: list[dict[str, Any]]) -> str | None:
     """An SVG of the second that brought most tokens; None if no step was timed in it.
 
-    A bar's height is its rows, shared among `PARTS`.
+    A bar's height is its decode rows, with a cap where prompt tokens were in the step.
     """
     start, end = busiest_second(iterations)
     drawn = list(bars(iterations, start, end))
     if not drawn:
         return None
-    most = max(sum(rows_of(bar.step).values()) for bar in drawn) or 1
+    most = max(bar.step["normal_rows"] + bar.step["draft_rows"] for bar in drawn) or 1
     stages = max(bar.stage for bar in drawn) + 1
     scale = (WIDTH - 2 * MARGIN) / SECONDS
     body = [
@@ -100,7 +102,7 @@ def timeline(iterations: list[dict[str, Any]]) -> str | None:
         across = MARGIN + (bar.start - start) * scale
         width = max(0.5, (bar.end - bar.start) * scale - 0.5)
         for name, rows in rows_of(bar.step).items():
-            height = rows / most * BAR
+            height = CAP * bool(rows) if name == PROMPT else rows / most * BAR
             top -= height
             if rows:
                 body.append(

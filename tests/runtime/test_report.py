@@ -153,7 +153,7 @@ def test_each_stage_is_a_step_ahead_of_the_next():
 
 
 def test_bars_show_what_became_of_rows():
-    lines = timed(4, 10, prefill_tokens=2)
+    lines = timed(4, 10, prefill_tokens=2000)
     chart = ElementTree.fromstring(timeline(lines))
     titles = [rect.find("title").text for rect in chart.iter("rect")]
     assert len(titles) == 4 * (4 + 3)
@@ -162,10 +162,11 @@ def test_bars_show_what_became_of_rows():
         "3 normal rows",
         "2 accepted drafts",
         "2 void drafts",
-        "2 prompt tokens",
+        "2000 prompt tokens",
     ]
     heights = [float(rect.get("height")) for rect in chart.iter("rect")]
     assert heights[0] == pytest.approx(1.5 * heights[1], abs=0.2)
+    assert heights[3] < heights[1], "a prompt would leave nothing of the rows to see"
     for line in lines:
         line["step_milliseconds"] = None
     assert timeline(lines) is None
