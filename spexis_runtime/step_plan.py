@@ -45,7 +45,7 @@ class StepPlan(NamedTuple):
 
 
 def plan_step(
-    scheduler_output: SpexisSchedulerOutput,
+    scheduler_output: SchedulerOutput,
     req_states: RequestState,
     config: SpexisConfig,
     pipeline_parallel_size: int,
@@ -77,8 +77,10 @@ def plan_step(
             computed[req_id] = num_computed
     # short chunks first, as vLLM orders a batch
     chunks = sorted(computed, key=lambda req_id: scheduled[req_id])
-    if config.chooses_rows:
+    if isinstance(scheduler_output, SpexisSchedulerOutput):
         k, drafting = scheduler_output.row_choice
+    elif config.chooses_rows:  # a step of vLLM's warm-up, which no scheduler made
+        k, drafting = len(decode_limits), True
     else:
         k = config.num_rows(len(decode_limits), pipeline_parallel_size)
         # normal rows alone fill a smaller budget

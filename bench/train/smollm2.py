@@ -39,8 +39,8 @@ ENGINE: dict[str, Any] = dict(  # of vLLM, which starts sooner without a compile
 )
 NUM_TRANSLATIONS, NUM_QUESTIONS, NUM_SELF_PROMPTS = 1200, 1500, 6000
 ADAPTERS = {  # exit layer: inputs, minutes of training
-    15: ("5,10,15", 5.5),
-    8: ("2,5,8", 5.5),
+    15: ("5,10,15", 4.5),
+    8: ("2,5,8", 4.5),
 }
 BLOCK = "--intermediate-size 1088"
 LENGTH_MINUTES = 0.6

@@ -54,6 +54,8 @@ class VllmEngine:
         # the runner whose sampler has this noise
         os.environ["VLLM_USE_V2_MODEL_RUNNER"] = "1"
         os.environ.setdefault("VLLM_USE_FLASHINFER_SAMPLER", "0")
+        # asking torch for GPUs has made this process unfit to be forked
+        os.environ["VLLM_WORKER_MULTIPROCESSING_METHOD"] = "spawn"
         from vllm import LLM
 
         defaults: dict[str, Any] = dict(
