@@ -77,7 +77,7 @@ def plan_step(
             computed[req_id] = num_computed
     # short chunks first, as vLLM orders a batch
     chunks = sorted(computed, key=lambda req_id: scheduled[req_id])
-    if isinstance(scheduler_output, SpexisSchedulerOutput):
+    if config.chooses_rows and isinstance(scheduler_output, SpexisSchedulerOutput):
         k, drafting = scheduler_output.row_choice
     elif config.chooses_rows:  # a step of vLLM's warm-up, which no scheduler made
         k, drafting = len(decode_limits), True

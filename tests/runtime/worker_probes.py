@@ -3,6 +3,8 @@
 
 import dataclasses
 import random
+import time
+import unittest.mock
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -211,3 +213,31 @@ def watch_waits(worker: Any) -> None:
 
         runner.feed = watched
     runner.longest_wait = 0
+
+
+def warm_up(worker: Any) -> None:
+    """What vLLM does at the start on a GPU, with steps of its own making."""
+    from vllm.v1.worker.gpu.warmup import warmup_kernels
+
+    with unittest.mock.patch("torch.accelerator.synchronize"):
+        warmup_kernels(worker.model_runner, worker.execute_model, worker.sample_tokens)
+
+
+def step_profile(worker: Any) -> Any:
+    """`profile_decode_steps` by the clock of a machine without a GPU."""
+    with unittest.mock.patch("torch.cuda.Event", WallClock):
+        return worker.profile_decode_steps()
+
+
+class WallClock:
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+
+    def record(self) -> None:
+        self.seconds = time.perf_counter()
+
+    def synchronize(self) -> None:
+        pass
+
+    def elapsed_time(self, end: "WallClock") -> float:
+        return 1e3 * (end.seconds - self.seconds)
