@@ -31,6 +31,8 @@ class AdmissionControl:
         self.requests = Requests.empty(max_num_seqs + 1)
         self.seed = seed
         self.num_seen = 0
+        # steps in which the rule alone kept the head waiting: it would have fitted
+        self.num_refusals = 0
         self.draws: dict[str, float] = {}
         # compile now, not in a step
         uniform(0, 0, 0, LENGTH)
@@ -49,7 +51,9 @@ class AdmissionControl:
         self.draws[request.request_id] = uniform(self.seed, self.num_seen, 0, LENGTH)
         self.num_seen += 1
 
-    def may_start(self, request: Request, running: Sequence[Request]) -> bool:
+    def may_start(
+        self, request: Request, running: Sequence[Request], free_blocks: int
+    ) -> bool:
         """Whether a request that runs, or the head of the queue, may have blocks."""
         if request.status == RequestStatus.RUNNING:
             return True
@@ -59,7 +63,10 @@ class AdmissionControl:
             known.generated[i] = r.num_output_tokens
             known.limit[i] = r.max_tokens
             known.draw[i] = self.draws[r.request_id]
-        return self._admits(len(running) + 1)
+        admitted = self._admits(len(running) + 1)
+        if not admitted and request.num_tokens <= free_blocks * self.block_size:
+            self.num_refusals += 1
+        return admitted
 
     def end(self, request: Request) -> None:
         """The request has ended; one that was aborted says nothing of lengths."""

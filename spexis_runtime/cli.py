@@ -24,6 +24,7 @@ COMMANDS = {
     "train length": Command("train.length", "train a length predictor for a model"),
     "eval adapter": Command("train.evaluate", "measure an exit adapter"),
     "eval length": Command("train.evaluate_length", "measure a length predictor"),
+    "profile": Command("profile_steps", "measure step times of a model and machine"),
     "plan": Command("lookahead.plan", "predict the throughput of PP x TP x SP"),
     "simulate": Command("lookahead.simulate", "serve a load in the simulator"),
 }

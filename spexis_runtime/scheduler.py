@@ -50,6 +50,8 @@ class LoggedScheduler(AsyncScheduler):
         )
         self.last_result: float | None = None  # None: no step has been in flight since
         self.num_preemptions = 0
+        self.num_recomputed_tokens = 0  # of preempted requests, prompts included
+        self.admission: AdmissionControl | None = None  # vLLM's own rule
         self.num_steps = 0  # whose results have arrived
         self.prefill_tokens: deque[int] = deque()  # of each step in flight
 
@@ -67,6 +69,9 @@ class LoggedScheduler(AsyncScheduler):
         scheduled = scheduler_output.num_scheduled_tokens
         prefilling = self.prefilling(scheduler_output)
         self.prefill_tokens.append(sum(scheduled[i] for i in prefilling))
+        self.num_recomputed_tokens += sum(
+            scheduled[i] for i in prefilling if self.requests[i].num_preemptions
+        )
         super()._update_after_schedule(scheduler_output)
 
     def row_counts(
@@ -100,6 +105,8 @@ class LoggedScheduler(AsyncScheduler):
             running=len(self.running),
             waiting=len(self.waiting) + len(self.skipped_waiting),
             preemptions=self.num_preemptions,
+            recomputed_tokens=self.num_recomputed_tokens,
+            refusals=0 if self.admission is None else self.admission.num_refusals,
             # one block is vLLM's null block, never free
             kv_blocks_used=blocks.num_gpu_blocks - 1 - blocks.get_num_free_blocks(),
             step_milliseconds=step_milliseconds,
@@ -148,7 +155,6 @@ class SpexisScheduler(LoggedScheduler):
         self.num_stages = self.parallel_config.pipeline_parallel_size
         self.row_budget = self._row_budget()
         self.drafting = True  # in the step being scheduled
-        self.admission: AdmissionControl | None = None
         if self.spexis_config.admission != "vllm":
             self.admission = control = AdmissionControl(
                 self.spexis_config.admission,
@@ -158,9 +164,10 @@ class SpexisScheduler(LoggedScheduler):
                 self.max_num_running_reqs,
                 self.vllm_config.model_config.seed,
             )
+            free_blocks = self.kv_cache_manager.block_pool.get_num_free_blocks
             patches.ask_before_admission(
                 self.kv_cache_manager,
-                lambda request: control.may_start(request, self.running),
+                lambda r: control.may_start(r, self.running, free_blocks()),
             )
 
     def add_request(self, request: Request) -> None:

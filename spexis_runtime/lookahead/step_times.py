@@ -24,6 +24,8 @@ from typing import Any
 
 import numpy as np
 
+from spexis_runtime.train.prompts import write_text
+
 
 class StepTimesError(ValueError):
     """A table that cannot be used; the message is one line and says what is wrong."""
@@ -144,7 +146,7 @@ def read_step_times(path: str | os.PathLike[str]) -> StepTimes:
 
 
 def write_step_times(times: StepTimes, path: str | os.PathLike[str]) -> None:
-    """Write `times` so that `read_step_times` reads the same."""
+    """Write `times`, as a whole, so that `read_step_times` reads the same."""
     stages: list[dict[str, Any]] = [
         dict(
             pipeline_parallel_size=pipeline,
@@ -160,4 +162,4 @@ def write_step_times(times: StepTimes, path: str | os.PathLike[str]) -> None:
     content = dict(
         machine=times.machine, model=times.model, source=times.source, stages=stages
     )
-    Path(path).write_text(json.dumps(content, indent=1) + "\n")
+    write_text(Path(path), json.dumps(content, indent=1) + "\n")

@@ -57,17 +57,17 @@ class Case(NamedTuple):
 
 
 class CountingScheduler(SpexisScheduler):
-    """Counts what is scheduled for prefill, and again after a preemption."""
+    """Counts what is scheduled for prefill, and to be computed again."""
 
     def __init__(self, **kwargs: Any):
         super().__init__(**kwargs)
-        self.num_prefill_tokens = self.num_recomputed_tokens = 0
+        self.num_prefill_tokens = self.num_tokens_again = 0
 
     def schedule(self, *args: Any) -> SchedulerOutput:
         output = super().schedule(*args)
         for new in output.scheduled_new_reqs:
             if self.requests[new.req_id].num_preemptions:
-                self.num_recomputed_tokens += len(new.prefill_token_ids)
+                self.num_tokens_again += len(new.prefill_token_ids)
         self.num_prefill_tokens += self.prefill_tokens[-1]
         return output
 
@@ -173,7 +173,11 @@ def check_equal(
         engine.requests[i].num_preemptions for i in sorted(engine.requests)
     ]
     assert simulated.prefill_tokens == scheduler.num_prefill_tokens
-    assert simulated.recomputed_tokens == scheduler.num_recomputed_tokens
+    assert simulated.recomputed_tokens == scheduler.num_tokens_again
+    # a request that is preempted again before all is computed
+    assert scheduler.num_recomputed_tokens <= scheduler.num_tokens_again
+    if scheduler.admission is not None:
+        assert simulated.refusals == scheduler.admission.num_refusals
     assert simulated.accepted_drafts == pipeline.accepted_drafts
     assert simulated.drafts_after_valid == drafts
     return engine, simulated
