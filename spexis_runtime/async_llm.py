@@ -12,7 +12,7 @@ from vllm.v1.executor import Executor
 from vllm.v1.metrics.loggers import StatLoggerFactory
 
 from spexis_runtime.config import METRICS
-from spexis_runtime.engine_options import OWN_OPTIONS, engine_options
+from spexis_runtime.engine_options import OWN_OPTIONS, check_model_path, engine_options
 from spexis_runtime.metrics import PrometheusStatLogger
 from spexis_runtime.versions import check_versions
 
@@ -62,6 +62,10 @@ class AsyncEngineArgs(vllm.AsyncEngineArgs):
     admission: Literal["vllm", "history"] = "vllm"
     log_dir: str | None = None
     stages_per_gpu: int = 1
+
+    def __post_init__(self) -> None:
+        check_model_path(self.model)  # vLLM's own looks for a repository where offline
+        super().__post_init__()
 
     def for_vllm(self) -> vllm.AsyncEngineArgs:
         """The same in vLLM's terms: checked, with what makes speculation happen."""

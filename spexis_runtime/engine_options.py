@@ -98,6 +98,16 @@ def _absolute(name: str, path: Any) -> str | None:
     return os.path.abspath(path)
 
 
+def check_model_path(model: str) -> None:
+    """Refuse a path where there is nothing.
+
+    vLLM would look for a repository of that name, which is ORGANISATION/NAME at most.
+    """
+    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
+    if is_path and not os.path.exists(model):
+        raise SpexisConfigError(f"model {model} does not exist")
+
+
 def _check_options(model: str, options: dict[str, Any]) -> None:
     known = {field.name for field in fields(AsyncEngineArgs)} | {"chat_template"}
     names = sorted(known.union(OWN_OPTIONS))
@@ -117,10 +127,7 @@ def _check_options(model: str, options: dict[str, Any]) -> None:
             raise SpexisConfigError(
                 f"{name} must be an int of at least 1, got {size!r}"
             )
-    # vLLM would look for a repository of that name, ORGANISATION/NAME at most
-    is_path = model.startswith(("/", "./", "../", "~")) or model.count("/") > 1
-    if is_path and not os.path.exists(model):
-        raise SpexisConfigError(f"model {model} does not exist")
+    check_model_path(model)
 
 
 def _check_speculation(

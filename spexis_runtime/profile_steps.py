@@ -157,17 +157,18 @@ def parse(argv: list[str]) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> None:
     argv = sys.argv[1:] if argv is None else argv
     args = parse(argv)
-    base = engine_args(args)
-    layouts = args.layouts or [(base.pipeline_parallel_size, base.tensor_parallel_size)]
-    model = base.served_model_name or Path(base.model).name
     source = f"{shlex.join(['spexis', 'profile', *argv])}, {date.today()}"
     with errors_in_one_line():
         try:
+            base = engine_args(args)
+            own = (base.pipeline_parallel_size, base.tensor_parallel_size)
+            layouts = args.layouts or [own]
             kinds = kinds_of(layouts, base.exit_model)
             todo = {kind: args_of(kind, base) for kind in kinds}
             workers = max(pipeline * tensor for pipeline, tensor in layouts)
             on = machine(workers, base.stages_per_gpu)
-            times = start_file(args.out, str(model), on, source)
+            model = str(base.served_model_name or Path(base.model).name)
+            times = start_file(args.out, model, on, source)
         except (SpexisConfigError, AdapterError, StepTimesError) as error:
             sys.exit(f"error: {error}")
         missing = [kind for kind in kinds if kind not in times.stages]

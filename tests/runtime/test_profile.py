@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import huggingface_hub
 import pytest
 from models import make_adapter
 from small_models import save_small_model
@@ -75,6 +76,7 @@ def test_refused_before_an_engine_starts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(profile_steps, "measure", None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     out = tmp_path / "times.json"
     with pytest.raises(SystemExit, match=message):
         profile_steps.main(
@@ -87,6 +89,7 @@ def test_a_file_of_another_model_is_not_continued(
     arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(profile_steps, "measure", None)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     out = tmp_path / "times.json"
     out.write_text('{"machine": "m", "model": "o", "source": "", "stages": []}')
     with pytest.raises(SystemExit, match="has the times of o on 'm', not of small"):
